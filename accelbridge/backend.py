@@ -1,0 +1,532 @@
+"""THE interface: what a vendor states, what it must write, and what already works for it.
+
+Read top to bottom: facts (plain data), the six interfaces (device, collectives, matmul, attention, offload,
+execution), and ``Backend``, which ties them together. Everything abstract here has a default in
+``accelbridge/portable`` written in plain PyTorch; ``accelbridge/cpu`` is the shortest complete example.
+
+Nothing in this file imports torch: a backend can be described, probed and planned for without it.
+Dtypes are therefore spelled as text ("float32", "bfloat16", "float8_e4m3fn"), as ``torch.<dtype>`` names them.
+Shape suffixes: B batch, S sequence, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+    from torch import Tensor, nn
+
+    from accelbridge.parallel.layout import Layout
+    from accelbridge.parallel.spec import ShardingSpec
+
+API_VERSION = (1, 0)
+"""(major, minor) of this interface. An addition raises the minor, a removal the major; the core serves the
+current and the previous major."""
+
+
+# ------------------------------------------------------------------------------------------------ facts (data)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A constraint on one named dimension of a call (``head_dim``, ``k``, ``sequence``, ...)."""
+
+    dim: str
+    multiple: int = 1
+    minimum: int = 0
+    maximum: int | None = None
+
+    def violation(self, shape: Mapping[str, int]) -> str | None:
+        """Say how ``shape`` breaks this limit; None if it holds or the dimension isn't in ``shape``."""
+        size = shape.get(self.dim)
+        if size is None:
+            return None
+        if size % self.multiple:
+            return f"{self.dim}={size} is not a multiple of {self.multiple}"
+        if size < self.minimum or (self.maximum is not None and size > self.maximum):
+            most = "unlimited" if self.maximum is None else self.maximum
+            return f"{self.dim}={size} is outside {self.minimum}..{most}"
+        return None
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether something is supported, and if not, why. Never ``None``, ``False`` or a stub."""
+
+    level: Literal["full", "emulated", "unsupported"]
+    reason: str = ""
+    limits: tuple[Limit, ...] = ()
+    lowering: str = ""
+    """Name of the declared lowering that makes this work, if it takes one."""
+
+    def __bool__(self) -> bool:
+        return self.level != "unsupported"
+
+    def within(self, shape: Mapping[str, int]) -> Support:
+        """This support narrowed to a concrete shape."""
+        for limit in self.limits:
+            if self and (why := limit.violation(shape)):
+                return unsupported(why)
+        return self
+
+
+FULL = Support("full")
+
+
+def unsupported(reason: str) -> Support:
+    """Shorthand for ``Support("unsupported", reason)``."""
+    return Support("unsupported", reason)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A declared rewrite of a collective that the vendor's library lacks or gets wrong.
+
+    ``name`` selects the code in ``accelbridge.portable.lowerings``; the texts are shown in the plan.
+    """
+
+    name: str
+    applies: str
+    into: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What is known of one accelerator model. Unknown stays unknown: no default peak, no default memory."""
+
+    name: str
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    """Dense peak in FLOP/s by compute dtype, from the vendor's datasheet."""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one chip with one software stack can do; frozen data, made by :meth:`Backend.capabilities`.
+
+    ``table`` is keyed by ``(op, dtype, variant)``; the variant is a reduce op, a scaling or a mask kind, or "".
+    """
+
+    chip: Chip
+    table: Mapping[tuple[str, str, str], Support]
+    execution_models: tuple[str, ...] = ("eager",)
+    layout_axes: tuple[str, ...] = ("dp_replicate", "dp_shard")
+    """Axes of the layout that may be larger than 1."""
+    pinned_host_memory: Support = FULL
+    deterministic: Support = FULL
+
+    def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
+        """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
+        found = self.table.get((op, dtype, variant))
+        if found is None:
+            what = f"{op} {dtype}" + (f" {variant}" if variant else "")
+            return unsupported(f"the backend states no support for {what} on {self.chip.name}")
+        return found.within(shape or {})
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device as ``accelbridge devices`` lists it. ``memory_bytes`` None: cannot tell without opening it."""
+
+    index: int
+    chip: str
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The answer to "can this backend run here?". The reason is filled in both cases."""
+
+    available: bool
+    reason: str
+    devices: tuple[DeviceInfo, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Versions that must be equal on all ranks (torch, collective library, compiler, ...)."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What is reported but may differ (driver patch, board, host)."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run asks of one op: the inputs of a candidate's ``supports`` predicate."""
+
+    op: str
+    dtype: str
+    shape: Mapping[str, int] = field(default_factory=dict)
+    variant: str = ""
+    needs: frozenset[str] = frozenset()
+    """Features of this call: for attention "causal", "window", "segments", "softcap", "lse", "gqa"."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One candidate for an op. ``load`` imports and returns the callable; it runs once, when the plan is bound."""
+
+    op: str
+    name: str
+    supports: Callable[[Request], Support]
+    load: Callable[[], Callable[..., Any]]
+    deterministic: bool = True
+    evidence: str = "claimed"
+    """"claimed" until a conformance report shows the cell; see docs/architecture.md."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An attention mask as data. ``segments_BS`` holds document ids: a position sees only its own document."""
+
+    causal: bool = True
+    window: int | None = None
+    """Sliding window: a query sees itself and at most ``window - 1`` positions before it (needs ``causal``)."""
+    segments_BS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format as data. ``nan`` says how NaN is encoded, ``overflow`` what a too large value becomes."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    nan: Literal["ieee", "all_ones", "negative_zero", "none"]
+    overflow: Literal["saturate", "inf", "nan"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a run: of arithmetic, of gradient reduction, and of the parameters the optimizer owns."""
+
+    compute: str = "float32"
+    reduce: str = "float32"
+    params: str = "float32"
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the processes of a run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    run_id: str = "local"
+    restart: int = 0
+
+
+# ------------------------------------------------------------------------------------------------- interfaces
+
+
+class Device(ABC):
+    """The device of this process: binding, memory, random numbers."""
+
+    type: str
+    """``torch.device`` type."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """Devices that processes on this host can be bound to."""
+
+    @abstractmethod
+    def bind(self, local_rank: int) -> torch.device:
+        """Select the device of this process and return it. The first call that may create a context."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything queued on the bound device has finished."""
+
+    @abstractmethod
+    def memory(self) -> Mapping[str, int | None]:
+        """Bytes ``allocated``, ``peak`` and ``total``; None where the device cannot tell."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start a new peak measurement (no effect where memory cannot be told)."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed this process's generators, host and device."""
+
+    @abstractmethod
+    def rng_state(self) -> Mapping[str, Tensor]:
+        """Generator states as uint8 host tensors by name."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`rng_state` returned."""
+
+
+class Collectives(ABC):
+    """How process groups of this vendor are made, and what must be lowered."""
+
+    @abstractmethod
+    def environment(self, world: World) -> Mapping[str, str]:
+        """Variables the vendor's library wants before it is imported. A value the user has set wins."""
+
+    @abstractmethod
+    def lowerings(self) -> Sequence[Lowering]:
+        """The lowerings that this vendor needs; they reach all traffic of the run, however it is issued."""
+
+    @abstractmethod
+    def init(self, store: torch.distributed.Store, world: World, timeout_s: float, check: bool) -> None:
+        """Create the default process group. ``check``: compare every call across ranks before it runs, and
+        raise :class:`~accelbridge.errors.CollectiveMismatch` on all of them where they differ."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Destroy all process groups of this process."""
+
+
+class Matmul(ABC):
+    """Dense products. ``implementations`` are the candidates from which the plan binds one per op."""
+
+    @abstractmethod
+    def implementations(self) -> Sequence[Implementation]:
+        """Candidates for the op ``linear`` (and later ``scaled_mm``), best first; the portable one is implied."""
+
+    @abstractmethod
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
+
+    @abstractmethod
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
+        """``x`` in ``format`` with scales made as ``scaling`` says. Raises ``Unsupported`` with the reason."""
+
+    @abstractmethod
+    def scaled_mm(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """Product of two quantized tensors. Raises ``Unsupported`` with the reason."""
+
+
+class Attention(ABC):
+    """Scaled dot-product attention, forward and backward, with the mask as data."""
+
+    @abstractmethod
+    def implementations(self) -> Sequence[Implementation]:
+        """Candidates for the op ``attention``, best first; the portable one is implied."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q_BHSD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        mask: Mask,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``softmax(mask(softcap(q k^T * scale))) v`` as ``out_BHSD``, with ``lse_BHS`` (natural logarithm,
+        float32) when asked. ``scale`` defaults to ``D ** -0.5``; a row that sees nothing gives 0 and -inf."""
+
+
+class Transfer(ABC):
+    """A copy in flight. Source and destination must live until :meth:`wait` has returned."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Block until the copy is done and return the destination."""
+
+
+class Offload(ABC):
+    """Movement of tensors between the device, host memory and files."""
+
+    @abstractmethod
+    def to_host(self, x: Tensor, out: Tensor | None = None) -> Transfer:
+        """Start copying ``x`` to host memory (pinned where the device can)."""
+
+    @abstractmethod
+    def to_device(self, x: Tensor, out: Tensor | None = None) -> Transfer:
+        """Start copying the host tensor ``x`` to the bound device."""
+
+    @abstractmethod
+    def write(self, path: Path, x: Tensor) -> None:
+        """Store the bytes of ``x``; ``path`` appears whole or not at all."""
+
+    @abstractmethod
+    def read(self, path: Path, out: Tensor) -> Tensor:
+        """Fill ``out`` with the stored bytes; raises ``DataError`` if the file's size or checksum differs."""
+
+
+class Execution(ABC):
+    """Who owns what differs between execution models.
+
+    ``eager``: one process per device, process groups, modules see local shapes. ``spmd``: one process sees all
+    local devices, modules see global shapes and sharding is annotation. The trainer is written once, on these
+    methods; it never asks which of the two it runs on. Process groups are a detail of the eager one.
+
+    Order of calls: ``start``, ``realise``, then per step ``place`` / ``microbatch`` / ``sum`` /
+    ``clip_grad_norm`` / ``end_step``; ``state`` and ``load_state`` between steps; ``close`` at the end.
+    """
+
+    model: ClassVar[str]
+    """"eager" or "spmd"."""
+
+    device: torch.device
+    """Where the batch lies; known after :meth:`start`."""
+
+    @abstractmethod
+    def processes_per_host(self, devices: int) -> int:
+        """How many processes to launch on a host with so many devices."""
+
+    @abstractmethod
+    def start(
+        self, store: torch.distributed.Store, world: World, layout: Layout, timeout_s: float, check: bool
+    ) -> None:
+        """Bind devices, join the other processes and build the mesh. Called once, after the ranks agreed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the groups. Safe to call twice, and after a failure."""
+
+    # ---- data
+
+    @property
+    @abstractmethod
+    def data_coordinates(self) -> range:
+        """The data-parallel coordinates that this process feeds: one in eager, all local ones in spmd."""
+
+    @abstractmethod
+    def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Host tensors of this process's rows -> what the model's forward takes."""
+
+    # ---- model
+
+    @abstractmethod
+    def realise(
+        self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Callable[..., Tensor]
+    ) -> nn.Module:
+        """Shard ``model`` as ``spec`` and the layout say, and materialise it on the device.
+
+        Parameters on the meta device are filled with ``initialise(name, shape, rows)``, a float32 host tensor of
+        rows ``rows`` (a range along dimension 0) of the full parameter; others keep their values.
+        """
+
+    @abstractmethod
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Capture or compile ``fn`` where the device gains from it; otherwise return it as it is."""
+
+    # ---- step
+
+    @abstractmethod
+    def microbatch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
+        """Context of microbatch ``index`` of ``count``: inner ones don't communicate where the layout allows."""
+
+    @abstractmethod
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over all data-parallel replicas; stays on the device."""
+
+    @abstractmethod
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        """Global 2-norm of the gradients (each parameter counted once), on the device; scales them to
+        ``max_norm`` where that is not None."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """End of a step: lazy devices cut and launch their graph here."""
+
+    # ---- state
+
+    @abstractmethod
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Model and optimizer state by full parameter name, as tensors that carry their own sharding, so that
+        torch's distributed checkpoint can write them and any other layout read them."""
+
+    @abstractmethod
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Put back what a dict shaped like :meth:`state` now holds."""
+
+    @property
+    @abstractmethod
+    def control_group(self) -> torch.distributed.ProcessGroup | None:
+        """A group over the host's network for small objects and checkpoints, usable from a second thread while
+        the step runs; None where one process is all there is."""
+
+    # ---- ahead of time
+
+    @abstractmethod
+    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
+        """Compile a whole step for an absent ``target``; unsupported(reason) where the vendor cannot."""
+
+
+# ---------------------------------------------------------------------------------------------------- backend
+
+
+class Backend(ABC):
+    """One vendor. A class is discovered and probed; an instance, with validated options, runs one process."""
+
+    # ---- facts: a vendor states these
+    name: ClassVar[str]
+    """The entry-point name, which users write."""
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    """The version of this file that the backend was written against; a plugin writes the literal, e.g. (1, 0)."""
+    device_type: ClassVar[str]
+    """``torch.device`` type."""
+    accelerator: ClassVar[bool] = True
+    """Automatic choice prefers an available accelerator; two available ones are an error that names both."""
+    options_model: ClassVar[type[BaseModel] | None] = None
+    """Pydantic model of ``backend.options``; None: the backend has no options."""
+
+    def __init__(self, options: BaseModel | None = None) -> None:
+        self.options = options
+
+    # ---- a vendor writes these
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Can this backend run here? Never raises, creates no context, is safe before a fork, and imports no
+        vendor SDK where the operating system can answer."""
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls, chip: str, software: Mapping[str, str]) -> Capabilities:
+        """Pure function of the chip's name and the software versions, so that any machine can show any plan."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> Collectives: ...
+
+    # ---- these work for any device with an ordinary ``torch.<device_type>`` module; override what differs
+    @cached_property
+    def device(self) -> Device:
+        from accelbridge.portable.device import TorchDevice
+
+        return TorchDevice(self.device_type)
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        from accelbridge.portable.matmul import PortableMatmul
+
+        return PortableMatmul(self.name)
+
+    @cached_property
+    def attention(self) -> Attention:
+        from accelbridge.portable.attention import PortableAttention
+
+        return PortableAttention()
+
+    @cached_property
+    def offload(self) -> Offload:
+        from accelbridge.portable.offload import PortableOffload
+
+        return PortableOffload(self.device_type)
+
+    @cached_property
+    def execution(self) -> Execution:
+        from accelbridge.portable.execution import EagerExecution
+
+        return EagerExecution(self.device, self.collectives)
+
+    def implementations(self) -> Sequence[Implementation]:
+        """Vendor candidates for the ops of ``accelbridge.ops``, best first."""
+        return (*self.matmul.implementations(), *self.attention.implementations())

@@ -1,0 +1,53 @@
+"""The project's exceptions. Every message says what was asked, what was found and what to do.
+
+``AccelbridgeError`` and its children are the user's to fix: the command line prints the message without a
+traceback and exits with ``exit_code``. A bug of ours stays an ``AssertionError`` or whatever Python raised.
+"""
+
+from __future__ import annotations
+
+
+class AccelbridgeError(Exception):
+    """Base of all errors a user can act upon."""
+
+    exit_code = 2
+
+
+class ConfigError(AccelbridgeError, ValueError):
+    """A recipe, argument or combination of settings that cannot work."""
+
+
+class NotSupportedYet(ConfigError):
+    """Asked for something the design names but no release implements yet."""
+
+
+class BackendError(AccelbridgeError):
+    """A backend that is unknown, broken, duplicate, too old, too new, or unusable on this machine."""
+
+
+class Unsupported(AccelbridgeError):
+    """An operation that the chosen backend's capabilities declare unsupported."""
+
+
+class AgreementError(AccelbridgeError):
+    """Ranks that resolved different plans, or a rank that never arrived."""
+
+
+class CollectiveMismatch(AccelbridgeError):
+    """A collective that ranks called differently (shape, dtype, root, reduce op, or order)."""
+
+
+class DataError(AccelbridgeError):
+    """Training data that is missing, truncated, or does not fit the model."""
+
+
+class CheckpointError(AccelbridgeError):
+    """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Return ``'; did you mean "x"?'`` for the closest of ``known``, or an empty string."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f'; did you mean "{close[0]}"?' if close else ""
