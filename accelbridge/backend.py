@@ -238,7 +238,7 @@ class Device(ABC):
         """Devices that processes on this host can be bound to."""
 
     @abstractmethod
-    def bind(self, local_rank: int) -> torch.device:
+    def bind(self, world: World) -> torch.device:
         """Select the device of this process and return it. The first call that may create a context."""
 
     @abstractmethod
@@ -269,6 +269,9 @@ class Device(ABC):
 class Collectives(ABC):
     """How process groups of this vendor are made, and what must be lowered."""
 
+    library: str
+    """Name of the collective library, shown in the plan."""
+
     @abstractmethod
     def environment(self, world: World) -> Mapping[str, str]:
         """Variables the vendor's library wants before it is imported. A value the user has set wins."""
@@ -281,6 +284,11 @@ class Collectives(ABC):
     def init(self, store: torch.distributed.Store, world: World, timeout_s: float, check: bool) -> None:
         """Create the default process group. ``check``: compare every call across ranks before it runs, and
         raise :class:`~accelbridge.errors.CollectiveMismatch` on all of them where they differ."""
+
+    @abstractmethod
+    def control_group(self, timeout_s: float) -> torch.distributed.ProcessGroup:
+        """A second group of all ranks over the host's network, for small objects and checkpoints; another
+        thread may use it while a step runs. Every rank calls this, after :meth:`init`."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -415,6 +423,10 @@ class Execution(ABC):
     @abstractmethod
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Capture or compile ``fn`` where the device gains from it; otherwise return it as it is."""
+
+    @abstractmethod
+    def evaluation(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of forward passes without gradients; leaves the model as a training step expects it."""
 
     # ---- step
 

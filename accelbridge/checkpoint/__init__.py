@@ -1,0 +1,1 @@
+"""Checkpoints: asynchronous, resharding, published whole, verified when loaded."""

@@ -1,0 +1,5 @@
+"""``python -m accelbridge`` is the ``accelbridge`` command."""
+
+from accelbridge.cli import main
+
+main()

@@ -1,0 +1,113 @@
+"""Loading: verify every byte, then read into the tensors of any layout. A checkpoint is data: none can run code.
+
+torch's own reader unpickles ``.metadata`` and, for entries that are not tensors, the entry itself. Here the
+metadata goes through an unpickler that knows only the classes torch writes there, and entries are tensors only.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from accelbridge.checkpoint import manifest as manifests
+from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.errors import CheckpointError
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f".metadata refers to {module}.{name}, which no checkpoint needs; it may be hostile and was not loaded"
+        )
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads shards and metadata without running code from them."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{self.path}/.metadata holds a {type(metadata).__name__}, not metadata")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _TensorsOnly(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; checkpoints hold tensors only")
+
+
+def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+    """Check every file against the manifest; ranks share the reading. Raises CheckpointError on every rank."""
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    found = manifests.faults(path, manifest, sorted(manifest.files)[rank::size])
+    if group is not None:
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, found, group=group)
+        found = [line for part in gathered for line in part]
+    if found:
+        raise CheckpointError(
+            "; ".join(found) + f"; the checkpoint {path.name} is damaged; resume from another (--resume PATH)"
+        )
+
+
+def load(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of ``state`` in place, whatever layout wrote ``path``. Call :func:`verify` first.
+
+    Raises CheckpointError where names or shapes are those of another model.
+    """
+    reader = _Reader(path)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        _check_fits(path, state, stored)
+        dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), process_group=group, no_dist=group is None)
+    except (dcp.CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _check_fits(path: Path, state: dict[str, Tensor], stored: dict[str, Any]) -> None:
+    shapes = {k: tuple(v.size) for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+    missing = [name for name in state if name not in shapes]
+    extra = [name for name in shapes if name not in state and not name.startswith("rng.")]
+    different = [name for name in state if name in shapes and tuple(state[name].shape) != shapes[name]]
+    if missing or extra or different:
+        details = [
+            *(f"{n} is absent" for n in missing[:3]),
+            *(f"{n} is not in the model" for n in extra[:3]),
+            *(f"{n} is {shapes[n]}, the model has {tuple(state[n].shape)}" for n in different[:3]),
+        ]
+        total = len(missing) + len(extra) + len(different)
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: {'; '.join(details)} ({total} differences); "
+            "resume with the recipe that wrote it"
+        )

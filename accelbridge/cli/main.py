@@ -1,0 +1,107 @@
+"""``accelbridge``: train, devices, explain, data, report.
+
+Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 75 stopped by SIGTERM
+after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accelbridge.cli.data import app as data_app
+from accelbridge.cli.report import report_command
+from accelbridge.errors import AccelbridgeError
+
+app = typer.Typer(
+    name="accelbridge",
+    help="One sharded PyTorch trainer for every accelerator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data_app, name="data")
+app.command("report")(report_command)
+
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Backend by name; wins over ACCELBRIDGE_BACKEND and the recipe.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the recipe; repeatable.")
+]
+NprocOption = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="Processes on this host; default: all accelerators, or one on the CPU."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RecipeArgument = Annotated[Path, typer.Argument(help="A YAML recipe.", metavar="RECIPE")]
+
+
+def main() -> None:
+    """Run the command line; an AccelbridgeError becomes its message and exit code."""
+    try:
+        app()
+    except AccelbridgeError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from accelbridge import __version__
+
+        typer.echo(f"accelbridge {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    nproc: NprocOption = None,
+    backend: BackendOption = None,
+    overrides: SetOption = None,
+    resume: Annotated[
+        str,
+        typer.Option(help='"none", "auto" (newest complete checkpoint of output.dir, if any), or a checkpoint.'),
+    ] = "none",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Loopback port for the ranks to meet; default: a free one.")
+    ] = None,
+) -> None:
+    """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""
+    from accelbridge.cli.train import run
+
+    sys.exit(run(recipe, overrides or [], nproc, backend, resume, port))
+
+
+@app.command()
+def devices(as_json: JsonOption = False) -> None:
+    """List every known backend: available or why not, where it comes from, and its devices."""
+    from accelbridge.plugins import survey
+    from accelbridge.render import devices_text
+
+    candidates = survey()
+    typer.echo(json.dumps([c.as_dict() for c in candidates], indent=1) if as_json else devices_text(candidates))
+
+
+@app.command()
+def explain(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A YAML recipe; absent: only the choice of backend.", metavar="[RECIPE]")
+    ] = None,
+    nproc: NprocOption = None,
+    backend: BackendOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the execution plan: which implementation every op gets, and why not another. Starts nothing."""
+    from accelbridge.cli.explain import explain_text
+
+    typer.echo(explain_text(recipe, overrides or [], nproc, backend, as_json))

@@ -1,0 +1,74 @@
+"""Process groups of any vendor that torch's c10d knows by a backend string."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from accelbridge.backend import Collectives, Lowering, World
+from accelbridge.errors import BackendError
+from accelbridge.portable.process_group import register
+
+INTERPOSED = "interposed"
+"""The c10d backend name under which lowered or checked groups run."""
+
+_inits = count()
+"""Groups of one process: a store keeps the addresses of an earlier group, so every init gets its own keys.
+Ranks must therefore init equally often, as they must anyway."""
+
+
+class TorchCollectives(Collectives):
+    """Groups of ``backend``, a c10d backend string: one name, or "device:name,device:name".
+
+    Native groups as long as there is nothing to lower and nothing to check; otherwise everything runs through
+    :class:`~accelbridge.portable.process_group.InterposedGroup`. ``control`` is the backend string of control
+    groups, by default what ``backend`` has for host tensors.
+    """
+
+    def __init__(self, backend: str, lowerings: Sequence[Lowering] = (), control: str = "") -> None:
+        self._backend, self._lowerings, self._control = backend, tuple(lowerings), control
+        self._active = False
+
+    def environment(self, world: World) -> Mapping[str, str]:
+        return {}
+
+    def lowerings(self) -> Sequence[Lowering]:
+        return self._lowerings
+
+    def init(self, store: dist.Store, world: World, timeout_s: float, check: bool) -> None:
+        if dist.is_initialized():
+            raise BackendError("asked: a default process group; found: one exists; do: shut it down first")
+        backend = self._backend
+        if self._lowerings or check:
+            register(INTERPOSED, backend, self._lowerings, check)
+            backend = INTERPOSED
+        own = dist.PrefixStore(f"{world.run_id}/{world.restart}/groups{next(_inits)}/", store)
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size, timeout=limit)
+        self._active = True
+
+    def control_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """A second group of all ranks over the host's network, for small objects and checkpoints.
+
+        It shares nothing with the default group, so another thread may use it while a step runs. Every rank must
+        call this, after :meth:`init`; :meth:`shutdown` destroys it too. It is never lowered or checked.
+        """
+        devices = c10d.BackendConfig(dist.Backend(self._backend)).get_device_backend_map()
+        control = self._control or devices.get("cpu")
+        if not control:
+            raise BackendError(
+                f"asked: a control group; found: {self._backend!r} moves no host tensors; do: give the backend "
+                "a control string"
+            )
+        group = dist.new_group(backend=control, timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        return group
+
+    def shutdown(self) -> None:
+        active, self._active = self._active, False
+        if active and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Any device that has an ordinary ``torch.<type>`` module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Device, World
+
+
+class TorchDevice(Device):
+    """Device written on ``torch.get_device_module(type)``; a vendor overrides what its module does otherwise."""
+
+    def __init__(self, type: str) -> None:
+        self.type = type
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.type)
+
+    def count(self) -> int:
+        return int(self._module.device_count())
+
+    def bind(self, world: World) -> torch.device:
+        self._module.set_device(world.local_rank)
+        return torch.device(self.type, world.local_rank)
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def memory(self) -> Mapping[str, int | None]:
+        module = self._module
+        free_total = module.mem_get_info()
+        return {
+            "allocated": module.memory_allocated(),
+            "peak": module.max_memory_allocated(),
+            "total": free_total[1],
+        }
+
+    def reset_peak_memory(self) -> None:
+        # Where the module keeps no peak, memory() says so; nothing is to be reset.
+        reset = getattr(self._module, "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)  # seeds the host's and every device's default generator
+
+    def rng_state(self) -> Mapping[str, Tensor]:
+        state = {"host": torch.get_rng_state()}
+        if self.type != "cpu":
+            state["device"] = self._module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+        if "device" in state:
+            self._module.set_rng_state(state["device"])

@@ -1,0 +1,257 @@
+"""The eager execution model: one process per device, process groups, FSDP2.
+
+All data-parallel layouts are FSDP2 (``fully_shard``) on a mesh of (dp_replicate, dp_shard); replication alone is
+a shard group of one. ZeRO stages differ in what stays whole between the microbatches of a step:
+
+    stage 1  parameters are gathered once a step, gradients accumulate whole and are reduced once
+    stage 2  parameters are gathered once a step, gradients are reduce-scattered every microbatch
+    stage 3  parameters are freed after use, gradients are reduce-scattered every microbatch
+
+The optimizer's state is sharded in all three. Gradients are summed, never averaged: the loss is already divided
+by the token count of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from accelbridge.backend import Collectives, Device, Execution, Precision, Support, World, unsupported
+from accelbridge.errors import ConfigError
+from accelbridge.parallel.layout import Layout
+from accelbridge.parallel.spec import ShardingSpec
+
+Initialise = Callable[[str, tuple[int, ...], range], Tensor]
+
+
+class EagerExecution(Execution):
+    """One process per device; see the module's text for how layouts are realised."""
+
+    model: ClassVar[str] = "eager"
+
+    def __init__(self, device: Device, collectives: Collectives) -> None:
+        self._device = device
+        self._collectives = collectives
+        self._layout = Layout()
+        self._mesh: DeviceMesh | None = None
+        self._control: dist.ProcessGroup | None = None
+
+    def processes_per_host(self, devices: int) -> int:
+        return devices
+
+    def start(self, store: dist.Store, world: World, layout: Layout, timeout_s: float, check: bool) -> None:
+        self.device = self._device.bind(world)
+        self._collectives.init(store, world, timeout_s, check)
+        self._layout = layout
+        self._mesh = init_device_mesh(
+            self._device.type,
+            (layout.dp_replicate, layout.dp_shard),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
+        # A group of its own, so that a checkpoint's collectives never meet those of a step.
+        self._control = self._collectives.control_group(timeout_s)
+
+    def close(self) -> None:
+        self._mesh = self._control = None
+        self._collectives.shutdown()
+
+    # ---- data
+
+    @property
+    def data_coordinates(self) -> range:
+        replicate, shard = self._coordinate()
+        here = replicate * self._layout.dp_shard + shard
+        return range(here, here + 1)
+
+    def _coordinate(self) -> tuple[int, int]:
+        coordinate = self._started.get_coordinate()
+        assert coordinate is not None, "this process lies outside its own mesh"
+        return coordinate[0], coordinate[1]
+
+    @property
+    def _started(self) -> DeviceMesh:
+        assert self._mesh is not None, "start() comes first"
+        return self._mesh
+
+    def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    # ---- model
+
+    def realise(
+        self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise
+    ) -> nn.Module:
+        on_meta = _wholly_on_meta(model)
+        if not on_meta:
+            model.to(self.device)
+        ties = _ties(model)
+        mesh = self._started if self._layout.dp_replicate > 1 else self._started["dp_shard"]
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": _policy(precision),
+            "reshard_after_forward": self._layout.zero == 3,
+        }
+        model.to(dtype=getattr(torch, precision.params))
+        for name, module in reversed(list(model.named_modules())):
+            if name and spec.is_unit(name):
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+        for module in _fsdp_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if on_meta:
+            model.to_empty(device=self.device)
+            _tie(ties)
+            _fill(model, initialise)
+        return model
+
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn
+
+    @contextmanager
+    def evaluation(self, model: nn.Module) -> Iterator[None]:
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train(training)
+            for module in _fsdp_modules(model):
+                module.reshard()  # without a backward pass, nothing else does
+
+    # ---- step
+
+    def microbatch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
+        last = index == count - 1
+        whole = self._layout.zero < 3 or self._layout.dp_shard == 1
+        accumulate_whole = self._layout.zero == 1 or self._layout.dp_shard == 1
+        for module in _fsdp_modules(model):
+            module.set_requires_gradient_sync(last or not accumulate_whole, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
+            module.set_reshard_after_backward(last or not whole, recurse=False)
+        assert isinstance(model, FSDPModule)
+        model.set_is_last_backward(last)
+        return _nothing()
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self._layout.data_parallel > 1:
+            dist.all_reduce(x)
+        return x
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
+
+    def end_step(self) -> None:
+        return None  # eager devices run as they are called
+
+    # ---- state
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = {f"model.{name}": _detached(t) for name, t in model.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{key}"] = _detached(value)
+        return state
+
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        return None  # state() hands out the live tensors: what was read into them is already in place
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        return self._control
+
+    # ---- ahead of time
+
+    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
+        return unsupported(f"eager execution compiles no whole step, so none for {target}")
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    compute, params = getattr(torch, precision.compute), getattr(torch, precision.params)
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == params else compute,
+        reduce_dtype=getattr(torch, precision.reduce),
+        cast_forward_inputs=False,  # tokens and masks are not floating point, and rope tables stay float32
+    )
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+# ---- models on the meta device
+
+
+def _wholly_on_meta(model: nn.Module) -> bool:
+    """True or False; a mixture has no rule and raises ConfigError."""
+    parameters = dict(model.named_parameters())
+    meta = [name for name, p in parameters.items() if p.is_meta]
+    if buffers := [name for name, b in model.named_buffers() if b.is_meta]:
+        raise ConfigError(
+            f"a model with buffer {buffers[0]} on the meta device; buffers have no rule to be filled; "
+            "build the model on the CPU, or compute the buffer in forward"
+        )
+    if meta and len(meta) < len(parameters):
+        real = next(name for name in parameters if name not in meta)
+        raise ConfigError(
+            f"a model with {meta[0]} on the meta device and {real} materialised; build it wholly on one of the two"
+        )
+    return bool(meta)
+
+
+Site = tuple[nn.Module, str]
+
+
+def _ties(model: nn.Module) -> list[list[Site]]:
+    """Groups of (module, attribute) that share one parameter; ``to_empty`` would silently untie them."""
+    sites: dict[int, list[Site]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            sites.setdefault(id(parameter), []).append((module, name))
+    return [group for group in sites.values() if len(group) > 1]
+
+
+def _tie(groups: list[list[Site]]) -> None:
+    for (owner, name), *others in groups:
+        for module, attribute in others:
+            module.register_parameter(attribute, getattr(owner, name))
+
+
+def _fill(model: nn.Module, initialise: Initialise) -> None:
+    """Write each parameter's local rows; the rows of a shard are a range of the full parameter's."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            shape = tuple(parameter.shape)
+            local_shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            first, count = (offset[0], local_shape[0]) if shape else (0, 1)
+            values = initialise(name, shape, range(first, first + count))
+            parameter.to_local().copy_(values.reshape(parameter.to_local().shape))

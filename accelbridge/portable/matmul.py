@@ -1,0 +1,60 @@
+"""Dense products in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Format, Implementation, Matmul
+from accelbridge.errors import Unsupported
+
+
+class PortableMatmul(Matmul):
+    """Products that any device can do. ``name`` is the backend's, for messages."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def implementations(self) -> Sequence[Implementation]:
+        """None of its own: the reference of ``linear`` is always a candidate."""
+        return ()
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``).
+
+        Operands narrower than float32 are widened first (exact): what a device's own 16-bit product does
+        between partial sums is for its vendor to say. torch 2.13 on an x86 CPU rounds once too, for K up to
+        16384.
+        """
+        out_dtype = a.dtype if out_dtype is None else out_dtype
+        wide = torch.promote_types(_widened(a.dtype), _widened(b.dtype))
+        return (a.to(wide) @ b.to(wide)).to(out_dtype)
+
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
+        """Raises ``Unsupported``."""
+        raise Unsupported(
+            f'backend "{self.name}" was asked to quantize to {format.name} with {scaling} scaling, but has '
+            f"no quantized products; use float32, bfloat16 or float16"
+        )
+
+    def scaled_mm(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """Raises ``Unsupported``."""
+        formats = " x ".join(_format_name(x) for x in (a, b))
+        raise Unsupported(
+            f'backend "{self.name}" was asked for a scaled product {formats}, but has no quantized products; '
+            f"use float32, bfloat16 or float16"
+        )
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def _format_name(x: Any) -> str:
+    found = getattr(x, "format", None)
+    if isinstance(found, Format):
+        return found.name
+    return str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,116 @@
+"""Checks of a recipe against the world, made before a process group, a device or a file of the run exists."""
+
+from __future__ import annotations
+
+from accelbridge.backend import Capabilities
+from accelbridge.errors import ConfigError, NotSupportedYet
+from accelbridge.parallel.layout import Layout
+from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int, capabilities: Capabilities) -> Layout:
+    """The layout of ``world_size`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
+    _supported_axes(parallel, capabilities)
+    rest = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
+    dp_shard = parallel.dp_shard
+    if dp_shard == "auto":
+        if world_size % rest:
+            raise ConfigError(
+                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {world_size} "
+                f"device{'s' * (world_size > 1)}, not a multiple of {rest}; change --nproc or the degrees"
+            )
+        dp_shard = world_size // rest
+    layout = Layout(
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=dp_shard,
+        zero=parallel.zero,
+        tp=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+    )
+    if layout.size != world_size:
+        raise ConfigError(
+            f"layout {layout.describe()} asked, which takes {layout.size} devices; the run has {world_size}; "
+            f"set --nproc {layout.size}, or parallel.dp_shard: auto"
+        )
+    return layout
+
+
+def _supported_axes(parallel: ParallelConfig, capabilities: Capabilities) -> None:
+    for axis in ("tp", "cp", "pp", "ep"):
+        degree = getattr(parallel, axis)
+        if degree > 1:
+            raise NotSupportedYet(
+                f"parallel.{axis} {degree} asked; {axis} is not supported yet; set parallel.{axis}: 1"
+            )
+    if parallel.sequence_parallel:
+        raise NotSupportedYet(
+            "parallel.sequence_parallel asked; it is not supported yet; set parallel.sequence_parallel: false"
+        )
+    for axis in ("dp_replicate", "dp_shard"):
+        degree = getattr(parallel, axis)
+        if degree != "auto" and degree > 1 and axis not in capabilities.layout_axes:
+            raise ConfigError(
+                f"parallel.{axis} {degree} asked; the backend realises {', '.join(capabilities.layout_axes)} "
+                f"on {capabilities.chip.name}; set parallel.{axis}: 1"
+            )
+
+
+def accumulation_steps(train: TrainSection, layout: Layout) -> tuple[int, int]:
+    """(microbatch size, microbatches per step) of each data-parallel coordinate."""
+    ways = layout.data_parallel
+    if train.global_batch_size % ways:
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} asked; layout {layout.describe()} splits it "
+            f"{ways} ways; choose a multiple of {ways}"
+        )
+    share = train.global_batch_size // ways
+    size = train.microbatch_size or share
+    if share % size:
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} asked; each of {ways} data-parallel "
+            f"{'ranks' if ways > 1 else 'rank'} takes {share} sequences, not a multiple of "
+            f"train.microbatch_size {size}; choose a multiple of {ways * size}"
+        )
+    return size, share // size
+
+
+def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
+    """Settings that need no world: what is not built yet, and what the chip cannot do."""
+    _memory(config.memory)
+    precision = config.precision
+    if precision.compute == "float16":
+        raise NotSupportedYet(
+            "precision.compute float16 asked; loss scaling is not supported yet; set precision.compute: bfloat16"
+        )
+    for section in ("compute", "params"):
+        dtype = getattr(precision, section)
+        support = capabilities.support("linear", dtype)
+        if not support:
+            raise ConfigError(
+                f'precision.{section} "{dtype}" asked; {support.reason}; choose another dtype, '
+                "or see 'accelbridge explain'"
+            )
+    if config.train.deterministic and not capabilities.deterministic:
+        raise ConfigError(
+            f"train.deterministic asked; {capabilities.deterministic.reason}; set train.deterministic: false"
+        )
+    if config.backend.profile is not None:
+        raise ConfigError(
+            f'backend.profile "{config.backend.profile}" asked; this backend has no network profiles; remove it'
+        )
+
+
+def _memory(memory: MemoryConfig) -> None:
+    if memory.recompute != "none":
+        raise NotSupportedYet(
+            f"memory.recompute {memory.recompute} asked; it is not supported yet; set memory.recompute: none"
+        )
+    for what in ("activations", "optimizer", "parameters"):
+        place = getattr(memory, what)
+        if place != "device":
+            raise NotSupportedYet(f"memory.{what} {place} asked; it is not supported yet; set memory.{what}: device")
+
+

@@ -1,0 +1,146 @@
+"""Launching the ranks of one host through torchrun's own elastic agent, on loopback only.
+
+The agent's stock rendezvous handlers listen on every interface; the one here hands the agent a store whose
+socket is bound to 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from accelbridge.backend import Collectives, World
+from accelbridge.errors import ConfigError
+from accelbridge.train.stop import STOPPED_EXIT_CODE
+from accelbridge.train.world import BY_US
+
+_LOOPBACK = "127.0.0.1"
+_RENDEZVOUS = "accelbridge-loopback"
+
+
+class _Loopback(RendezvousHandler):
+    """One node, one round: this process is the whole rendezvous."""
+
+    def __init__(self, listener: socket.socket, timeout_s: float) -> None:
+        self._port = listener.getsockname()[1]
+        # The store takes the descriptor over.
+        self._store = TCPStore(
+            _LOOPBACK,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return _RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = PrefixStore("rendezvous", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return _RENDEZVOUS
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def launch(command: Sequence[str], count: int, collectives: Collectives, port: int | None) -> int:
+    """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run."""
+    listener = _listen(port)
+    _environment(collectives, count)
+    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Loopback(listener, 300.0))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say below
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=_RENDEZVOUS,
+        rdzv_endpoint=f"{_LOOPBACK}:{listener.getsockname()[1]}",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except SignalException:
+        # The agent has passed the signal on and waited: the ranks saved a checkpoint and stopped.
+        return STOPPED_EXIT_CODE
+    except ChildFailedError as error:
+        return _failed(error)
+    return 0
+
+
+def _listen(port: int | None) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((_LOOPBACK, port or 0))
+        listener.listen(128)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port} asked; {error.strerror}; choose another port, or leave --port away for a free one"
+        ) from error
+    return listener
+
+
+def _environment(collectives: Collectives, count: int) -> None:
+    """Variables that the ranks inherit; what the user has set wins."""
+    os.environ[BY_US] = "1"
+    wanted = collectives.environment(World(size=count, local_size=count))
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _failed(error: ChildFailedError) -> int:
+    """Print the first failure once, and return its code."""
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    if all(f.exitcode == STOPPED_EXIT_CODE for f in error.failures.values()):
+        return STOPPED_EXIT_CODE
+    message = _message(failure)
+    typer.echo(f"error: rank {rank}: {message}", err=True)
+    return failure.exitcode if failure.exitcode > 0 else 1
+
+
+def _message(failure: Any) -> str:
+    try:
+        return json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        died = f"ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        return f"{died} without a message; see OUTPUT/logs"
+
+

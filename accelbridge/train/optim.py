@@ -1,0 +1,58 @@
+"""The optimizer and its learning rate. A schedule is a pure function of the step, so it needs no state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from accelbridge.train.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's fused AdamW over the trainable parameters; matrices are decayed, vectors (norms, biases) are not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Rate of update ``step`` (from 0) of ``steps``: linear warm-up, then cosine to ``min_lr_ratio`` or constant."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def materialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the moments that AdamW otherwise makes at its first update, so that a checkpoint can fill them.
+
+    One update with zero gradients and a zero rate: parameters keep their values, the moments are zero.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,260 @@
+"""From a recipe to a resolved run: backend, layout, data, resume point and plan, with nothing started.
+
+The launcher, ``accelbridge explain`` and every rank do the same preparation, so that bad input ends here, before
+a device is bound, a process group exists or a file of the run is written. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelbridge.agreement import flatten
+from accelbridge.backend import Backend, Capabilities, Request, World
+from accelbridge.checkpoint import manifest as manifests
+from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.data.store import TokenStore
+from accelbridge.errors import CheckpointError, ConfigError, DataError
+from accelbridge.models.requests import decoder_requests
+from accelbridge.parallel.layout import Layout
+from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
+from accelbridge.plugins import Selection, choose, instantiate
+from accelbridge.train.check import accumulation_steps, check_settings, resolve_layout
+from accelbridge.train.config import TrainConfig
+from accelbridge.train.metrics import METRICS_FILE
+
+CHECKPOINTS = "checkpoints"
+PER_PROCESS = ("output", "metrics")
+"""Sections in which ranks may differ; everything else of a recipe is part of the contract."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The backend of a run and what it can do here."""
+
+    selection: Selection
+    backend: Backend
+    capabilities: Capabilities
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint from which a run goes on."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known of a run before it starts."""
+
+    config: TrainConfig
+    world: World
+    target: Target
+    layout: Layout
+    microbatch_size: int
+    microbatches: int
+    train: TokenStore | None
+    validation: TokenStore | None
+    resume: Resume | None
+    plan: ExecutionPlan
+
+    @property
+    def output(self) -> Path:
+        return Path(self.config.output.dir)
+
+    @property
+    def start_step(self) -> int:
+        return self.resume.manifest.step if self.resume else 0
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What a script brings itself instead of naming it in the recipe."""
+
+    model: bool = False
+    data: bool = False
+    requests: Sequence[Request] | None = None
+    notes: Sequence[str] = ()
+
+
+def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
+    """Choose and instantiate the backend of ``config``, and ask what it can do here."""
+    selection = choose(argument, config.backend.name, everything=everything)
+    backend = instantiate(selection, config.backend.options)
+    probe = selection.probe
+    chip = probe.devices[0].chip if probe.devices else "unknown"
+    return Target(selection, backend, backend.capabilities(chip, probe.software))
+
+
+def prepare(
+    config: TrainConfig,
+    world: World,
+    *,
+    backend: str | None = None,
+    resume: str | Path = "none",
+    provided: Provided | None = None,
+    everything: bool = False,
+    writes: bool = True,
+) -> Prepared:
+    """Check everything and resolve the plan. Raises the matching AccelbridgeError for the first problem.
+
+    ``resume`` is "none", "auto" (the newest complete checkpoint of ``output.dir``, if any) or a path.
+    ``everything`` lists all backends in the plan; ``writes`` False leaves ``output.dir`` alone (explain).
+    """
+    provided = provided or Provided()
+    target = choose_target(config, backend, everything=everything)
+    check_settings(config, target.capabilities)
+    layout = resolve_layout(config.parallel, world.size, target.capabilities)
+    size, count = accumulation_steps(config.train, layout)
+    if config.model is None and not provided.model:
+        raise ConfigError("model is missing from the recipe; add the section, or pass Trainer(config, model=...)")
+    if writes and config.data.train is None and not provided.data:
+        raise ConfigError(
+            "data.train is missing from the recipe; give the path of a token store ('accelbridge data build')"
+        )
+    train, validation = (open_store(config, split) for split in ("train", "validation"))
+    resumed = resume_point(config, resume) if writes else None
+    if writes:
+        check_output(Path(config.output.dir), fresh=str(resume) == "none")
+    return Prepared(
+        config,
+        world,
+        target,
+        layout,
+        size,
+        count,
+        train,
+        validation,
+        resumed,
+        plan=_plan(config, world, target, layout, (train, validation), resumed, provided),
+    )
+
+
+def open_store(config: TrainConfig, split: str) -> TokenStore | None:
+    """The token store of ``split``, checked against the model. Raises DataError."""
+    path = getattr(config.data, split)
+    if path is None:
+        return None
+    store = TokenStore(path, verify=config.data.verify)
+    if config.model is not None and store.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"data.{split} {path} has a vocabulary of {store.vocab_size}; the model's is "
+            f"{config.model.vocab_size}; set model.vocab_size to {store.vocab_size} or more"
+        )
+    if store.tokens <= config.train.seq_len:
+        raise DataError(
+            f"data.{split} {path} has {store.tokens} tokens; one sample takes train.seq_len + 1 = "
+            f"{config.train.seq_len + 1}; use a shorter train.seq_len or more data"
+        )
+    return store
+
+
+def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
+    """The checkpoint to go on from. Raises CheckpointError or ConfigError."""
+    root = Path(config.output.dir) / CHECKPOINTS
+    known = manifests.complete(root)
+    if str(resume) == "none":
+        return None
+    if str(resume) == "auto":
+        if not known:
+            return None
+        path = known[-1]
+    else:
+        path = Path(resume)
+    manifest = manifests.read(path)
+    _same_model(path, manifest, config)
+    if manifest.step > config.train.steps:
+        raise CheckpointError(
+            f"{path} is at step {manifest.step}; train.steps is {config.train.steps}; raise train.steps"
+        )
+    newer = [p.name for p in known if manifests.read(p).step > manifest.step]
+    if newer:
+        raise CheckpointError(
+            f"{path} asked; {root} holds newer checkpoints ({', '.join(newer)}), which going on would replace; "
+            "set another output.dir, or --resume auto"
+        )
+    return Resume(path, manifest)
+
+
+def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
+    ours = config.model.model_dump() if config.model is not None else None
+    theirs = manifest.model
+    if ours is None or theirs is None or ours == theirs:
+        return
+    differ = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
+    details = ", ".join(f"model.{k} is {theirs.get(k)} there, {ours.get(k)} here" for k in differ)
+    raise CheckpointError(f"{path} is a checkpoint of another model: {details}; resume with its own recipe")
+
+
+def check_output(output: Path, *, fresh: bool) -> None:
+    """Refuse a folder that cannot be written and, for a ``fresh`` run, one that holds another run."""
+    holds = [*manifests.complete(output / CHECKPOINTS), *output.glob(METRICS_FILE)]
+    if holds and fresh:
+        raise ConfigError(
+            f'output.dir "{output}" already holds a run ({holds[-1].name}); '
+            "continue it with --resume auto, or set another output.dir"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f'output.dir "{output}" asked; it cannot be written: {error.strerror or error}; set another output.dir'
+        ) from error
+
+
+def _plan(
+    config: TrainConfig,
+    world: World,
+    target: Target,
+    layout: Layout,
+    stores: tuple[TokenStore | None, TokenStore | None],
+    resume: Resume | None,
+    provided: Provided,
+) -> ExecutionPlan:
+    requests = provided.requests
+    if requests is None:
+        assert config.model is not None, "prepare() checked it"
+        requests = decoder_requests(
+            config.model, config.precision.compute, config.train.seq_len, config.data.document_mask
+        )
+    data = {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
+    inputs = PlanInputs(
+        requests=[*requests, Request("adamw", config.precision.params)],
+        layout=layout.as_dict(),
+        wire=_wire(config, layout),
+        recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
+        data=data,
+        world_size=world.size,
+        chosen_ops=config.backend.ops,
+        fallback=config.backend.on_unsupported == "fallback",
+        notes=provided.notes,
+    )
+    plan = resolve(target.selection, target.backend, target.capabilities, inputs)
+    return replace(plan, facts={**plan.facts, "pid": os.getpid()})
+
+
+def _wire(config: TrainConfig, layout: Layout) -> dict[str, tuple[str, str]]:
+    """Collectives that the layout issues, with what travels on the wire."""
+    precision = config.precision
+    wire: dict[str, tuple[str, str]] = {}
+    if layout.dp_shard > 1:
+        wire["all_gather"] = (precision.compute, "")
+        wire["reduce_scatter"] = (precision.reduce, "sum")
+    if layout.data_parallel > 1:
+        reduce = precision.reduce if layout.dp_replicate > 1 else "float32"  # else only loss, count and norm
+        wire["all_reduce"] = (reduce, "sum")
+    return wire
+
+
+def _shared_settings(config: TrainConfig) -> Mapping[str, Any]:
+    tree = {name: value for name, value in config.model_dump().items() if name not in PER_PROCESS}
+    tree.pop("data")  # paths may differ by host; the contract carries the content's fingerprint
+    return flatten({name: value for name, value in tree.items() if value is not None})

@@ -1,0 +1,373 @@
+"""The trainer. It names no vendor and no process group: it speaks layout and sharding spec, and calls Execution.
+
+    Trainer(TrainConfig.load("recipe.yaml")).fit()
+    Trainer(config, model=MyModule(), data=my_dataset).fit()
+
+``fit`` is the training loop of a textbook; everything else is a named collaborator that also works alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelbridge import agreement
+from accelbridge.backend import Execution, Precision, Request
+from accelbridge.checkpoint.load import load, verify
+from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.save import Checkpointer, sweep
+from accelbridge.data.loader import (
+    Loader,
+    PackedSamples,
+    Prefetcher,
+    Samples,
+    check_samples,
+    evaluation_batches,
+)
+from accelbridge.errors import ConfigError
+from accelbridge.train.build import build_model, check_equal, initialiser
+from accelbridge.train.config import TrainConfig
+from accelbridge.train.logs import RankLog, log
+from accelbridge.train.loss import Loss, NextTokenLoss
+from accelbridge.train.metrics import Metrics, RunFacts
+from accelbridge.train.optim import build_optimizer, learning_rate, materialise_state, set_learning_rate
+from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, prepare
+from accelbridge.train.progress import make_progress
+from accelbridge.train.stop import StopOnSignal
+from accelbridge.train.uncovered import coverage_notes
+from accelbridge.train.world import connect, world_from_environment
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    """Optimizer updates done."""
+    loss: float | None
+    """Mean loss per target of the last step, in nats; None if no step was run."""
+    validation_loss: float | None
+    """The same over ``data.validation`` at the end; None without one."""
+    stopped: bool
+    """Whether SIGTERM ended it early, after a checkpoint."""
+    output: Path
+
+
+class Trainer:
+    """Trains ``model`` on ``data`` as ``config`` says, on whatever backend is chosen.
+
+    Args:
+        config: a TrainConfig, a mapping shaped like one, or the path of a recipe.
+        model: any ``nn.Module``; default: the decoder of ``config.model``. It may define
+            ``sharding_spec() -> ShardingSpec``; on the meta device it is initialised layer by layer, otherwise
+            it keeps its values, which must be equal on all ranks.
+        data: a map-style dataset of dicts of tensors; default: the token store ``config.data.train``.
+        validation: the same for evaluation; default: ``config.data.validation``.
+        loss: see :class:`accelbridge.train.loss.Loss`; default: next-token cross-entropy.
+        backend: name of a backend; wins over ``ACCELBRIDGE_BACKEND`` and the recipe.
+        resume: "none", "auto" (newest complete checkpoint of ``output.dir``, if any) or a checkpoint's path.
+
+    Raises an AccelbridgeError at once for anything that cannot work; nothing has been started then.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | Mapping[str, Any] | str | Path,
+        *,
+        model: nn.Module | None = None,
+        data: Samples | None = None,
+        validation: Samples | None = None,
+        loss: Loss | None = None,
+        backend: str | None = None,
+        resume: str | Path = "none",
+    ) -> None:
+        self.config = TrainConfig.of(config)
+        if data is not None:
+            check_samples(data)
+        self.prepared = prepare(
+            self.config,
+            world_from_environment(),
+            backend=backend,
+            resume=resume,
+            provided=_provided(self.config, model, data, loss),
+        )
+        self.plan = self.prepared.plan
+        self.step = self.prepared.start_step
+        self._model = model
+        self._loss = loss
+        self._train = data if data is not None else _packed(self.prepared, "train")
+        self._validation = validation if validation is not None else _packed(self.prepared, "validation")
+        self._resources = ExitStack()
+        self._ready = False
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def fit(self) -> Result:
+        """Train up to ``config.train.steps`` updates, or until SIGTERM; leave a checkpoint behind."""
+        with self._resources, StopOnSignal() as stop:
+            self.setup()
+            steps = Prefetcher(self.loader, self.step, self.config.train.steps)
+            self._resources.callback(steps.close)
+            line: dict[str, Any] = {}
+            validation_loss = None
+            stopped = False
+            began = time.perf_counter()
+            for _, microbatches in steps:
+                values = self.train_step(microbatches, stop.requested)
+                self.step += 1
+                self.metrics.record(self.step, **values, step_time=time.perf_counter() - began)
+                if self._due():
+                    line, stopped = self._read_metrics()
+                    validation_loss = self._evaluate_if_due(stopped)
+                    self._save_if_due(stopped)
+                if stopped:
+                    break
+                began = time.perf_counter()
+            self.checkpointer.wait()
+        return Result(self.step, line.get("loss"), validation_loss, stopped, self.prepared.output)
+
+    def train_step(self, microbatches: list[dict[str, Tensor]], stop: bool = False) -> dict[str, Any]:
+        """One optimizer update. Returns device scalars; nothing here waits for the device."""
+        execution, model = self.execution, self.model
+        batches = [execution.place(batch) for batch in microbatches]
+        # One reduction carries the step's target count and whether any rank was asked to stop.
+        counts = torch.stack([sum_of(self.loss.count(batch) for batch in batches), self._flag(stop)])
+        targets, stops = execution.sum(counts).unbind()
+        total = torch.zeros_like(targets)
+        for index, batch in enumerate(batches):
+            with execution.microbatch(model, index, len(batches)):
+                loss = self.loss(model, batch) / targets
+                loss.backward()
+            total += loss.detach()
+        rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
+        set_learning_rate(self.optimizer, rate)
+        norm = execution.clip_grad_norm(model, self.config.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = execution.sum(total)
+        execution.end_step()
+        return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate, "stop": stops}
+
+    def evaluate(self) -> float | None:
+        """Mean loss per target over the validation data, in nats; None where there is none."""
+        if self._validation is None:
+            return None
+        self.setup()
+        batches = evaluation_batches(
+            self._validation,
+            self.prepared.microbatch_size,
+            self.execution.data_coordinates,
+            self.prepared.layout.data_parallel,
+        )
+        totals = torch.zeros(2, dtype=torch.float64, device=self.execution.device)
+        with self.execution.evaluation(self.model):
+            for batch in batches:
+                placed = self.execution.place(batch)
+                totals += torch.stack([self.loss(self.model, placed), self.loss.count(placed)])
+                self.execution.end_step()
+        loss, count = self.execution.sum(totals).tolist()
+        return loss / count
+
+    # --------------------------------------------------------------------------------------------------- set-up
+
+    def setup(self) -> None:
+        """Agree, start, build, shard, resume: everything before the first step. Safe to call again."""
+        if self._ready:
+            return
+        prepared, config, world = self.prepared, self.config, self.prepared.world
+        self._resources.callback(RankLog(prepared.output, world.rank).close)
+        self._agree_and_start()
+        self._show_plan()
+        self._build()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._open_checkpoints()
+        coordinates = self.execution.data_coordinates
+        assert self._train is not None, "prepare() saw that there is training data"
+        self.loader = Loader(
+            self._train,
+            global_batch_size=config.train.global_batch_size,
+            microbatch_size=prepared.microbatch_size,
+            coordinates=coordinates,
+            data_parallel=prepared.layout.data_parallel,
+            seed=config.train.seed,
+            shuffle=config.data.shuffle,
+        )
+        self._open_metrics()
+        self._ready = True
+
+    def _agree_and_start(self) -> None:
+        prepared, parallel = self.prepared, self.config.parallel
+        target, world = prepared.target, prepared.world
+        self.execution: Execution = target.backend.execution
+        store = connect(world, parallel.agreement_timeout)
+        agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
+        self._resources.callback(self.execution.close)
+        self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
+        target.backend.device.seed(self.config.train.seed + world.rank)
+
+    def _show_plan(self) -> None:
+        from accelbridge.render import plan_text, write_plan
+
+        text = plan_text(self.plan)
+        log.info("%s", text)
+        if self.prepared.world.rank == 0:
+            write_plan(self.plan, self.prepared.output)
+            print(text, flush=True)
+
+    def _build(self) -> None:
+        config = self.config
+        self.plan.bind()
+        model = self._model if self._model is not None else build_model(config)
+        self.loss: Loss = self._loss or NextTokenLoss(model)
+        materialised = not any(p.is_meta for p in model.parameters())
+        if materialised:
+            check_equal(model, self.execution.control_group)
+        spec, initialise = initialiser(model, config.train.seed)
+        precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.model = self.execution.realise(model, spec, precision, initialise)
+
+    def _open_checkpoints(self) -> None:
+        prepared, config, world = self.prepared, self.config, self.prepared.world
+        root = prepared.output / CHECKPOINTS
+        group = self.execution.control_group
+        if prepared.resume is not None:
+            verify(prepared.resume.path, prepared.resume.manifest, group)
+            materialise_state(self.optimizer)
+            state = self._state()
+            if prepared.resume.manifest.world_size != world.size:
+                state = {name: t for name, t in state.items() if not name.startswith("rng.")}
+            load(prepared.resume.path, state, group)
+            self._restore(state)
+            log.info("resumed from %s at step %d", prepared.resume.path, self.step)
+        if world.rank == 0:
+            sweep(root)
+        self.checkpointer = Checkpointer(
+            root,
+            group=group,
+            rank=world.rank,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+        )
+        self._resources.callback(self.checkpointer.close)
+
+    def _open_metrics(self) -> None:
+        prepared, config, world = self.prepared, self.config, self.prepared.world
+        peak = prepared.target.capabilities.chip.peak_flops.get(config.precision.compute)
+        facts = RunFacts(
+            parameters=self.parameters,
+            flops_per_token=config.model.flops_per_token(config.train.seq_len) if config.model else None,
+            peak_flops=peak * world.size if peak is not None else None,
+            total_steps=config.train.steps,
+            tokens_per_step=config.train.global_batch_size * config.train.seq_len,
+        )
+        self.metrics = Metrics(
+            prepared.output, config.metrics, facts, rank=world.rank, start_step=self.step
+        )
+        self._resources.callback(self.metrics.close)
+        self.progress = make_progress(config.train.steps, self.step, rank=world.rank)
+        self._resources.callback(self.progress.close)
+        if prepared.resume is not None:
+            self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
+
+    # ------------------------------------------------------------------------------------------ between the steps
+
+    def _due(self) -> bool:
+        """Whether anything after this step needs the device's values: metrics, evaluation or a checkpoint."""
+        return self.metrics.due(self.step) or self._evaluation_due() or self._checkpoint_due()
+
+    def _evaluation_due(self) -> bool:
+        interval = self.config.train.eval_interval
+        return self._validation is not None and (self._last() or bool(interval and self.step % interval == 0))
+
+    def _checkpoint_due(self) -> bool:
+        interval = self.config.checkpoint.interval
+        return self._last() or bool(interval and self.step % interval == 0)
+
+    def _last(self) -> bool:
+        return self.step >= self.config.train.steps
+
+    def _read_metrics(self) -> tuple[dict[str, Any], bool]:
+        """Read the pending values; all ranks read the same ones, so they decide the same."""
+        lines = self.metrics.flush()
+        self.progress.update(lines[-1])
+        return lines[-1], any(line["stop"] for line in lines)
+
+    def _evaluate_if_due(self, stopped: bool) -> float | None:
+        if stopped or not self._evaluation_due():
+            return None
+        loss = self.evaluate()
+        assert loss is not None, "due only where there is validation data"
+        self.metrics.event("evaluation", step=self.step, loss=loss)
+        self.progress.print(f"evaluation at step {self.step}: loss {loss:.4f}")
+        return loss
+
+    def _save_if_due(self, stopped: bool) -> None:
+        if not (stopped or self._checkpoint_due()):
+            return
+        prepared, config = self.prepared, self.config
+        manifest = Manifest(
+            step=self.step,
+            world_size=prepared.world.size,
+            model=config.model.model_dump() if config.model else None,
+            layout=prepared.layout.as_dict(),
+            plan=dict(self.plan.contract),
+        )
+        began = time.perf_counter()
+        self.checkpointer.save(self._state(), manifest)
+        self.metrics.event("checkpoint", step=self.step, stall=round(time.perf_counter() - began, 4))
+        if stopped:
+            self.progress.print(f"SIGTERM: checkpoint at step {self.step}, stopping")
+
+    def _state(self) -> dict[str, Any]:
+        """Model, optimizer and this rank's generators, all as tensors. The data position is the step itself."""
+        state = self.execution.state(self.model, self.optimizer)
+        rank = self.prepared.world.rank
+        for name, value in self.prepared.target.backend.device.rng_state().items():
+            state[f"rng.{rank}.{name}"] = value
+        return state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.execution.load_state(self.model, self.optimizer, state)
+        prefix = f"rng.{self.prepared.world.rank}."
+        rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        if rng:
+            self.prepared.target.backend.device.set_rng_state(rng)
+
+    def _flag(self, value: bool) -> Tensor:
+        return torch.tensor(float(value), device=self.execution.device)
+
+
+def sum_of(tensors: Any) -> Tensor:
+    """Sum of 0-d tensors (``sum`` would start from a Python 0)."""
+    return torch.stack(list(tensors)).sum()
+
+
+def _packed(prepared: Prepared, split: str) -> Samples | None:
+    store = getattr(prepared, split)
+    config = prepared.config
+    return PackedSamples(store, config.train.seq_len, config.data.document_mask) if store is not None else None
+
+
+def _provided(
+    config: TrainConfig, model: nn.Module | None, data: Samples | None, loss: Loss | None
+) -> Provided:
+    """What the plan must know of a script's own model: the ops it is known to call, and what is not covered."""
+    if model is None:
+        return Provided(data=data is not None)
+    if config.model is not None:
+        raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
+    requests = [] if loss is not None else [Request("cross_entropy", config.precision.compute)]
+    notes = coverage_notes(model)
+    if loss is None and (note := NextTokenLoss(model).note):
+        notes.append(note)
+    return Provided(model=True, data=data is not None, requests=requests, notes=notes)

@@ -1,0 +1,88 @@
+"""Where this process stands, and the CPU store through which processes first meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from accelbridge.backend import World
+from accelbridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+BY_US = "ACCELBRIDGE_LAUNCHED"
+"""Set in the environment of ranks that 'accelbridge train' launched: it prints their errors, so they don't."""
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, ours, Kubernetes, Ray, srun) has already given this process a rank."""
+    return "RANK" in os.environ or _under_srun()
+
+
+def _under_srun() -> bool:
+    """srun sets these for each task of a step; MASTER_ADDR has to come from the batch script."""
+    return all(name in os.environ for name in ("SLURM_STEP_ID", "SLURM_PROCID", "MASTER_ADDR"))
+
+
+def world_from_environment() -> World:
+    """Read the launcher's variables; without a launcher, one process is the whole world."""
+    if not launched():
+        return World()
+    names = {
+        "rank": ("RANK", "SLURM_PROCID"),
+        "size": ("WORLD_SIZE", "SLURM_NTASKS"),
+        "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
+        "local_size": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+    }
+    values = {field: _integer(*candidates) for field, candidates in names.items()}
+    if values["size"] is None or values["rank"] is None:
+        raise ConfigError("RANK is set but WORLD_SIZE is not; start with torchrun or 'accelbridge train --nproc N'")
+    return World(
+        rank=values["rank"],
+        size=values["size"],
+        local_rank=values["local_rank"] or 0,
+        local_size=values["local_size"] or 1,
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run",
+        restart=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
+    )
+
+
+def _integer(*names: str) -> int | None:
+    for name in names:
+        if name in os.environ:
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise ConfigError(f'{name}="{os.environ[name]}" is not a number; fix the launcher') from None
+    return None
+
+
+def connect(world: World, timeout_s: float) -> Store:
+    """Join the store of this run. Raises ConfigError where the address cannot be used."""
+    import torch.distributed as dist
+
+    if not launched():
+        return dist.HashStore()
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _integer("MASTER_PORT") or 29500
+    # An elastic agent already hosts the store; elsewhere rank 0 does.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            world.size,
+            is_master=world.rank == 0 and not hosted,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError) as error:  # DistNetworkError and DistStoreError derive from RuntimeError
+        raise ConfigError(
+            f"MASTER_ADDR:MASTER_PORT {host}:{port} asked; {_reason(error)}; choose another port"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return "the port is already in use" if "EADDRINUSE" in text or "in use" in text else text.splitlines()[0]
