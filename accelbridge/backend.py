@@ -484,6 +484,8 @@ class Backend(ABC):
     """The version of this file that the backend was written against; a plugin writes the literal, e.g. (1, 0)."""
     device_type: ClassVar[str]
     """``torch.device`` type."""
+    process_group: ClassVar[str]
+    """torch.distributed backend, one name or one per device type: "gloo", "cpu:gloo,acme:acmeccl"."""
     accelerator: ClassVar[bool] = True
     """Automatic choice prefers an available accelerator; two available ones are an error that names both."""
     options_model: ClassVar[type[BaseModel] | None] = None
@@ -504,11 +506,13 @@ class Backend(ABC):
     def capabilities(cls, chip: str, software: Mapping[str, str]) -> Capabilities:
         """Pure function of the chip's name and the software versions, so that any machine can show any plan."""
 
-    @property
-    @abstractmethod
-    def collectives(self) -> Collectives: ...
-
     # ---- these work for any device with an ordinary ``torch.<device_type>`` module; override what differs
+    @cached_property
+    def collectives(self) -> Collectives:
+        from accelbridge.portable.collectives import TorchCollectives
+
+        return TorchCollectives(self.process_group)
+
     @cached_property
     def device(self) -> Device:
         from accelbridge.portable.device import TorchDevice

@@ -209,7 +209,7 @@ def _choose(
             )
             return (None if candidate is portable else candidate), choice
         rejected.append(Rejected(candidate.name, support.reason))
-        if candidate.name == explicit:
+        if explicit is not None and candidate.name == explicit:
             _refuse_or_note(request, explicit, support, inputs.fallback, notes)
     reasons = "; ".join(f"{r.implementation}: {r.reason}" for r in rejected)
     raise Unsupported(f"{request.op} in {request.dtype} asked; no candidate serves it ({reasons}); change the recipe")
@@ -243,5 +243,11 @@ def _wire(op: str, dtype: str, variant: str, backend: Backend, capabilities: Cap
         )
     note = f"through lowering {support.lowering}" if support.lowering else ""
     return OpChoice(
-        op, backend.collectives.library, {"wire": f"{dtype} {variant}".strip()}, support.level, "claimed", (), note
+        op,
+        backend.collectives.library,
+        {"wire": f"{dtype} {variant}".strip()},
+        support.level,
+        "claimed",
+        (),
+        note,
     )

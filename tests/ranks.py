@@ -1,13 +1,20 @@
 """Run a function on several real processes, as the ranks of a world.
 
-``run_ranks(fn, 4, *args)`` starts 4 processes, calls ``fn(ctx, *args)`` in each and returns the results in rank
-order; ``ctx`` (:class:`Rank`) knows the rank, the size and a store that all ranks share. ``fn`` must be a
-module-level function, and arguments and results must pickle. ``outcomes`` is for tests about failure: it returns
-what became of every rank and raises nothing itself.
+``run_ranks(fn, 4, *args)`` starts 4 processes, calls ``fn(ctx, *args)`` in each and returns the results in
+rank order; ``ctx`` (:class:`Rank`) knows the rank, the size and a store that all ranks share. ``fn`` must be
+a module-level function, and arguments and results must pickle. ``outcomes`` is for tests about failure: it
+returns what became of every rank and raises nothing itself. ``timeout`` counts from when ``fn`` starts.
 
 The store's server runs in the test's own process on a port that the system chose, so there is no port to race
 for, and it outlives any rank that dies.
+
+Processes are forked from a server process that has imported torch and nothing else has happened in (importing
+torch takes seconds of processor time, times the ranks, times the tests). With ``env`` they are spawned from
+scratch, since torch reads some variables when it is imported.
 """
+
+# pyright: reportPrivateImportUsage=false
+# (torch.distributed re-exports without saying so)
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -28,6 +35,9 @@ import torch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+START_S = 120.0
+"""How long a process may take to import what it needs, which a busy machine can make long."""
 GRACE_S = 8.0
 """How long the other ranks may go on after one has failed (run_ranks only)."""
 
@@ -63,8 +73,10 @@ class Outcome:
 
 
 def _child(fn: Callable[..., Any], ctx: Rank, args: tuple[Any, ...], env: Mapping[str, str], pipe: Connection) -> None:
+    os.environ.clear()  # a forked process has the environment of when the server started
     os.environ.update(env)
     torch.set_num_threads(1)
+    pipe.send_bytes(b"started")
     faulthandler.dump_traceback_later(max(ctx.timeout - 1, 1))  # to stderr: where a rank hung
     start = time.monotonic()
     try:
@@ -78,24 +90,48 @@ def _child(fn: Callable[..., Any], ctx: Rank, args: tuple[Any, ...], env: Mappin
     os._exit(0)  # a group that has failed can block or abort while it is torn down
 
 
-def _collect(
-    processes: list[Any], pipes: list[Connection], timeout: float, grace: float | None
-) -> dict[int, Outcome]:
-    """Outcomes by rank until all are there or time is up (sooner after a failure, where ``grace`` is given)."""
-    found: dict[int, Outcome] = {}
-    deadline = time.monotonic() + timeout
-    while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], left)
-        for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
-            try:
-                found[rank] = pickle.loads(pipes[rank].recv_bytes())
-            except EOFError:
-                processes[rank].join(5)
-                code = processes[rank].exitcode
-                found[rank] = Outcome(rank, None, "died", f"exit code {code} without a result")
-            if found[rank].error and grace is not None:
+class _Children:
+    """The processes of one world and what has been heard from them."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.found: dict[int, Outcome] = {}
+
+    def receive(self, rank: int) -> bytes:
+        """The next message of a rank that has one, or nothing where it died, which is an outcome."""
+        try:
+            return self.pipes[rank].recv_bytes()
+        except EOFError:
+            self.processes[rank].join(5)
+            code = self.processes[rank].exitcode
+            self.found[rank] = Outcome(rank, None, "died", f"exit code {code} without a result")
+            return b""
+
+    def wait_started(self) -> None:
+        deadline = time.monotonic() + START_S
+        for rank, pipe in enumerate(self.pipes):
+            if pipe.poll(max(deadline - time.monotonic(), 0)):
+                self.receive(rank)
+
+    def collect(self, timeout: float, grace: float | None) -> None:
+        """Outcomes until all are there or time is up (sooner after a failure, where ``grace`` is given)."""
+        deadline = time.monotonic() + timeout
+        while len(self.found) < len(self.pipes) and (left := deadline - time.monotonic()) > 0:
+            ready = wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in self.found], left)
+            for rank in [rank for rank, pipe in enumerate(self.pipes) if pipe in ready]:
+                if message := self.receive(rank):
+                    self.found[rank] = pickle.loads(message)
+            if grace is not None and any(o.error for o in self.found.values()):
                 deadline = min(deadline, time.monotonic() + grace)
-    return found
+                grace = None
+
+    def end(self) -> None:
+        """Ends every process: a moment for those that are done, none for those that are not."""
+        for rank, process in enumerate(self.processes):
+            process.join(2 if rank in self.found else 0)
+            process.kill()
+            process.join()
 
 
 def _run(
@@ -109,32 +145,33 @@ def _run(
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
-    processes, pipes = [], []
+    context: Any = mp.get_context("spawn" if env else "forkserver")
+    if not env:
+        context.set_forkserver_preload(list(PRELOAD))
+    variables = {**os.environ, **(env or {})}
+    children = _Children()
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             ctx = Rank(rank, size, server.port, timeout)
-            process = context.Process(target=_child, args=(fn, ctx, args, dict(env or {}), theirs), daemon=True)
+            process = context.Process(target=_child, args=(fn, ctx, args, variables, theirs), daemon=True)
             process.start()
             theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        found = _collect(processes, pipes, timeout, grace)
+            children.processes.append(process)
+            children.pipes.append(ours)
+        children.wait_started()
+        children.collect(timeout, grace)
     finally:
-        for process in processes:
-            process.join(0.5 if process.exitcode is None and len(pipes) == size else 0)
-            process.kill()
-            process.join()
-    late = "no result in time; its stack is on stderr if the whole time limit had passed"
-    return [found.get(rank) or Outcome(rank, None, "timeout", late) for rank in range(size)]
+        children.end()
+    late = Outcome(-1, None, "timeout", "no result in time; if it had the whole time, its stack is on stderr")
+    return [children.found.get(rank) or replace(late, rank=rank) for rank in range(size)]
 
 
 def run_ranks(
     fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """``fn(ctx, *args)`` on ``size`` processes; the results by rank. Fails with the traceback of every rank that
-    failed."""
+    """``fn(ctx, *args)`` on ``size`` processes; the results by rank. Fails with the traceback of every rank
+    that failed."""
     results = _run(fn, size, args, timeout, env, GRACE_S)
     failed = [f"rank {o.rank}: {o.traceback or f'{o.error}: {o.message}'}" for o in results if o.error]
     if failed:

@@ -84,9 +84,7 @@ def test_exclude_patterns(tmp_path: Path) -> None:
 
 
 def test_jsonl_has_a_document_per_line(tmp_path: Path) -> None:
-    source = write_jsonl(
-        tmp_path / "d.jsonl", [{"text": "one\n"}, {"text": ""}, {"text": "zwei 🙂", "id": 2}]
-    )
+    source = write_jsonl(tmp_path / "d.jsonl", [{"text": "one\n"}, {"text": ""}, {"text": "zwei 🙂", "id": 2}])
     source.write_text("\ufeff" + source.read_text() + "\n")
     summary = build(source, tmp_path / "out")
     assert texts(tmp_path / "out" / "train") == ["one\n", "zwei 🙂"]
@@ -152,35 +150,41 @@ def test_an_unreadable_file_or_folder_is_an_error(tmp_path: Path, monkeypatch: p
         with pytest.raises(DataError, match=message):
             build(source, tmp_path / "out")
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(
-        DataError, match=r"cannot read .*/b: Permission denied; make it readable or exclude it"
-    ):
+    with pytest.raises(DataError, match=r"cannot read .*/b: Permission denied; make it readable or exclude it"):
         build(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", ["rewrite", "remove", "grow", "add"])
-def test_a_source_that_changes_is_an_error(
-    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CHANGES = {
+    "rewritten": (lambda file: os.utime(file, ns=(0, 0)), "_read", "1.txt changed while it was read"),
+    "grown": (lambda file: file.write_text("longer"), "_read", "1.txt changed while it was read"),
+    "removed": (lambda file: file.unlink(), "_read", "cannot read .*/1.txt: No such file"),
+    "added": (lambda file: file.with_name("9.txt").touch(), "_read", "9.txt changed during the build"),
+    "changed after it was read": (
+        lambda file: file.touch(),
+        "_check_filled",
+        "1.txt changed during the build",
+    ),
+    "removed after it was read": (
+        lambda file: file.unlink(),
+        "_check_filled",
+        "1.txt changed during the build",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_source_that_changes_is_an_error(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inflict, when, message = CHANGES[change]
     source = write_files(tmp_path / "src", {f"{i}.txt": "text" for i in range(3)})
-    victim = source / "1.txt"
+    os.utime(source / "1.txt", ns=(10**18, 10**18))
+    original = getattr(build_module, when)
 
-    def meanwhile(files: Any, *rest: Any) -> Any:
-        if change == "rewrite":
-            victim.write_text("TEXT")
-            os.utime(victim, ns=(0, 0))
-        elif change == "remove":
-            victim.unlink()
-        elif change == "grow":
-            victim.write_text("more text")
-        else:
-            (source / "9.txt").write_text("late")
-        return read(files, *rest)
+    def meanwhile(*arguments: Any) -> Any:
+        inflict(source / "1.txt")
+        return original(*arguments)
 
-    read = build_module._read
-    monkeypatch.setattr(build_module, "_read", meanwhile)
-    name = "9.txt changed during" if change == "add" else "1.txt"
-    with pytest.raises(DataError, match=rf"/{name}"):
+    monkeypatch.setattr(build_module, when, meanwhile)
+    with pytest.raises(DataError, match=message):
         build(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
@@ -263,9 +267,7 @@ def test_batches_and_shards_do_not_change_the_stream(tmp_path: Path, monkeypatch
 
 def test_a_huggingface_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?")
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a b"}, {"text": "  "}, {"text": "b z"}])

@@ -37,9 +37,7 @@ class Numbered:
         return {"tokens": torch.full((3,), index), "targets": torch.full((3,), index)}
 
 
-def make_loader(
-    samples: Any, coordinates: range = range(1), data_parallel: int = 1, **changes: Any
-) -> Loader:
+def make_loader(samples: Any, coordinates: range = range(1), data_parallel: int = 1, **changes: Any) -> Loader:
     options: dict[str, Any] = {"global_batch_size": 16, "microbatch_size": 2, "seed": 0, "shuffle": True}
     return Loader(samples, coordinates=coordinates, data_parallel=data_parallel, **(options | changes))
 
@@ -78,9 +76,7 @@ def test_a_packed_sample_by_hand(tmp_path: Path) -> None:
     assert first["tokens"].tolist() == [1, 2, EOD, 3, EOD, EOD, 4]
     assert first["targets"].tolist() == [2, EOD, -100, EOD, -100, -100, 5]
     assert first["segments"].tolist() == [0, 0, 0, 1, 1, 2, 3]
-    assert [first[name].dtype for name in ("tokens", "targets", "segments")] == [torch.int64] * 2 + [
-        torch.int32
-    ]
+    assert [first[name].dtype for name in ("tokens", "targets", "segments")] == [torch.int64] * 2 + [torch.int32]
     assert len(samples) == 1  # 12 tokens: the second sample is not whole
 
     unmasked = PackedSamples(store, 7, document_mask=False)[0]
@@ -267,9 +263,7 @@ def test_samples_without_numbers_are_refused(samples: Any) -> None:
 
 
 def test_samples_that_cannot_be_stacked_are_named() -> None:
-    with pytest.raises(
-        DataError, match=r"sample 7 has .*float32\[4\].*, unlike sample \d+ with .*float32\[3\]"
-    ):
+    with pytest.raises(DataError, match=r"sample 7 has .*float32\[4\].*, unlike sample \d+ with .*float32\[3\]"):
         make_loader(Uneven(16), microbatch_size=16).step(0)
     with pytest.raises(DataError, match="'tokens' is a list"):
         make_loader(Lists(16)).step(0)
@@ -301,9 +295,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 16, 25])
-@pytest.mark.parametrize(
-    ("data_parallel", "batch_size", "per_process"), [(1, 4, 1), (2, 3, 1), (4, 2, 2), (4, 1, 4)]
-)
+@pytest.mark.parametrize(("data_parallel", "batch_size", "per_process"), [(1, 4, 1), (2, 3, 1), (4, 2, 2), (4, 1, 4)])
 def test_evaluation_has_every_sample_once_and_pads(
     n: int, data_parallel: int, batch_size: int, per_process: int
 ) -> None:
@@ -313,9 +305,7 @@ def test_evaluation_has_every_sample_once_and_pads(
     ]
     assert len({len(batches) for batches in ranks}) == 1
     assert len(ranks[0]) == -(-n // (batch_size * data_parallel))
-    assert {batch["tokens"].shape for batches in ranks for batch in batches} == {
-        (batch_size * per_process, 3)
-    }
+    assert {batch["tokens"].shape for batches in ranks for batch in batches} == {(batch_size * per_process, 3)}
     in_order = [batch for together in zip(*ranks, strict=True) for batch in together]
     seen = ids(in_order)
     assert [i for i in seen if i >= 0] == list(range(n))

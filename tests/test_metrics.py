@@ -16,17 +16,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelbridge.cli import report as report_module
-from accelbridge.cli.report import read_history, report, running_mean, smoothing_window, summarise
+from accelbridge.cli.report import report_command
 from accelbridge.errors import ConfigError, DataError
 from accelbridge.train import metrics as metrics_module
+from accelbridge.train import report as report_module
 from accelbridge.train.metrics import Metrics, RunFacts
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.progress import duration, make_progress, quantity
+from accelbridge.train.report import read_history, report, running_mean, smoothing_window, summarise
 
-FACTS = RunFacts(
-    parameters=1_000, flops_per_token=6_000.0, peak_flops=1e9, total_steps=20, tokens_per_step=512
-)
+FACTS = RunFacts(parameters=1_000, flops_per_token=6_000.0, peak_flops=1e9, total_steps=20, tokens_per_step=512)
 
 
 def open_metrics(
@@ -89,9 +88,7 @@ def test_record_never_reads_the_device_and_flush_does(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
     with CountReads() as mode:
         for step in range(1, 4):
-            record(
-                metrics, step, loss=torch.tensor(2.5), grad_norm=torch.tensor(1.5), tokens=torch.tensor(512)
-            )
+            record(metrics, step, loss=torch.tensor(2.5), grad_norm=torch.tensor(1.5), tokens=torch.tensor(512))
             metrics.due(step)
         assert mode.reads == 0
         lines = metrics.flush()
@@ -160,9 +157,7 @@ def test_other_ranks_learn_the_values_and_write_nothing(tmp_path: Path) -> None:
 
 def test_lines_are_strict_json_and_float_reads_the_texts_back(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
-    record(
-        metrics, 1, loss=torch.tensor(math.nan), grad_norm=torch.tensor(math.inf), skipped=torch.tensor(True)
-    )
+    record(metrics, 1, loss=torch.tensor(math.nan), grad_norm=torch.tensor(math.inf), skipped=torch.tensor(True))
     returned = metrics.flush()[0]
     metrics.event("evaluation", step=1, loss=-math.inf)
     assert math.isnan(returned["loss"])
@@ -338,9 +333,7 @@ def test_plain_progress_prints_one_line_per_update(clock: list[float]) -> None:
 def test_plain_progress_shows_mfu_and_values_that_are_not_finite(clock: list[float]) -> None:
     out = io.StringIO()
     make_progress(1000, 120, rank=0, stream=out).update(LINE | {"mfu": 0.412, "loss": math.nan})
-    assert (
-        out.getvalue() == "step  120/1000  loss nan  norm 1.234  lr 3.00e-04  12.3k tok/s  mfu 41.2%  eta ?\n"
-    )
+    assert out.getvalue() == "step  120/1000  loss nan  norm 1.234  lr 3.00e-04  12.3k tok/s  mfu 41.2%  eta ?\n"
 
 
 def test_eta_follows_the_recent_pace(clock: list[float]) -> None:
@@ -461,7 +454,7 @@ def run_command(*arguments: str) -> Any:
     from typer.testing import CliRunner
 
     app = typer.Typer()
-    app.command()(report_module.report_command)
+    app.command()(report_command)
     return CliRunner().invoke(app, [*arguments])
 
 
@@ -504,9 +497,7 @@ def test_report_names_what_is_missing_or_damaged(tmp_path: Path) -> None:
         report(tmp_path)
 
 
-def test_report_without_matplotlib_and_to_an_impossible_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_without_matplotlib_and_to_an_impossible_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 1, 2)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another --out"):

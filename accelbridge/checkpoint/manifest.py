@@ -1,9 +1,9 @@
 """What makes a folder a checkpoint: its manifest, written last, with the size and SHA-256 of every file.
 
-    OUTPUT/checkpoints/step_20/          published by one rename, so it is whole or it isn't there
-        manifest.json                    what the checkpoint is, and the checksum of each file below
-        .metadata, __0_0.distcp, ...     torch's distributed checkpoint
-    OUTPUT/checkpoints/.step_30.partial  being written, or left by a process that was killed
+OUTPUT/checkpoints/step_20/          published by one rename, so it is whole or it isn't there
+    manifest.json                    what the checkpoint is, and the checksum of each file below
+    .metadata, __0_0.distcp, ...     torch's distributed checkpoint
+OUTPUT/checkpoints/.step_30.partial  being written, or left by a process that was killed
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Checkpointer:
     def _write(self, state: dict[str, Any], manifest: Manifest) -> None:
         path = manifests.partial(self._root, manifest.step)
         if self._rank == 0:
-            shutil.rmtree(path, ignore_errors=False) if path.exists() else None
+            if path.exists():
+                shutil.rmtree(path)
             path.mkdir(parents=True)
         self._barrier()
         dcp.save(
@@ -100,7 +101,7 @@ class Checkpointer:
 
     def _fingerprints(self, path: Path) -> dict[str, dict[str, Any]]:
         """Checksums of all files; each rank reads its own. Complete on rank 0 only."""
-        mine = [file for file in path.glob(f"__{self._rank}_*")]
+        mine = list(path.glob(f"__{self._rank}_*"))
         if self._rank == 0:
             mine.append(path / ".metadata")
         found = {file.name: manifests.fingerprint(file) for file in mine}

@@ -35,9 +35,7 @@ def build(
     text_key: Annotated[str, typer.Option(help="The key of a JSONL line that has the document.")] = "text",
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help='Leave out files and folders that match, such as "tests" or "*.min.js"; repeatable.'
-        ),
+        typer.Option(help='Leave out files and folders that match, such as "tests" or "*.min.js"; repeatable.'),
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses other documents for validation.")] = 0,
 ) -> None:
@@ -71,9 +69,7 @@ def verify(path: StorePath) -> None:
 
     for folder in _store_folders(path):
         store = TokenStore(folder, verify="checksum")
-        typer.echo(
-            f"{folder}: all checksums match ({store.tokens:,} tokens in {len(store.index.shards)} shards)"
-        )
+        typer.echo(f"{folder}: all checksums match ({store.tokens:,} tokens in {len(store.index.shards)} shards)")
 
 
 @app.command()

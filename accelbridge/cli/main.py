@@ -28,10 +28,12 @@ app.add_typer(data_app, name="data")
 app.command("report")(report_command)
 
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", help="Backend by name; wins over ACCELBRIDGE_BACKEND and the recipe.")
+    str | None,
+    typer.Option("--backend", help="Backend by name; wins over ACCELBRIDGE_BACKEND and the recipe."),
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the recipe; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a setting of the recipe; repeatable."),
 ]
 NprocOption = Annotated[
     int | None,
@@ -72,7 +74,8 @@ def train(
         typer.Option(help='"none", "auto" (newest complete checkpoint of output.dir, if any), or a checkpoint.'),
     ] = "none",
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Loopback port for the ranks to meet; default: a free one.")
+        int | None,
+        typer.Option(min=1, max=65535, help="Loopback port for the ranks to meet; default: a free one."),
     ] = None,
 ) -> None:
     """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""
@@ -94,7 +97,8 @@ def devices(as_json: JsonOption = False) -> None:
 @app.command()
 def explain(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A YAML recipe; absent: only the choice of backend.", metavar="[RECIPE]")
+        Path | None,
+        typer.Argument(help="A YAML recipe; absent: only the choice of backend.", metavar="[RECIPE]"),
     ] = None,
     nproc: NprocOption = None,
     backend: BackendOption = None,

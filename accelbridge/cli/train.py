@@ -21,7 +21,12 @@ from accelbridge.train.world import BY_US, launched, world_from_environment
 
 
 def run(
-    recipe: Path, overrides: Sequence[str], nproc: int | None, backend: str | None, resume: str, port: int | None
+    recipe: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    backend: str | None,
+    resume: str,
+    port: int | None,
 ) -> int:
     """Train; returns the exit code."""
     config = TrainConfig.load(recipe, overrides)

@@ -45,6 +45,7 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
     api_version: ClassVar[tuple[int, int]] = (1, 0)
     device_type: ClassVar[str] = "cpu"
+    process_group: ClassVar[str] = "gloo"
     accelerator: ClassVar[bool] = False
     options_model = CpuOptions
 
@@ -105,7 +106,16 @@ def _table() -> dict[tuple[str, str, str], Support]:
     """Ops x dtype x variant. The lowerings are those of ``accelbridge.cpu.collectives``."""
     table: dict[tuple[str, str, str], Any] = {}
     for dtype in FLOATS:
-        for op in ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "cross_entropy", "adamw"):
+        for op in (
+            "linear",
+            "attention",
+            "embedding",
+            "rms_norm",
+            "rope",
+            "swiglu",
+            "cross_entropy",
+            "adamw",
+        ):
             table[op, dtype, ""] = FULL
         low = "float32_reduce" if dtype in ("bfloat16", "float16") else ""
         for op in ("all_reduce", "reduce_scatter", "reduce"):

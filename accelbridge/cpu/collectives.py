@@ -1,7 +1,8 @@
 """Collectives of the CPU backend: gloo, with what it gets wrong put right.
 
-Seen on torch 2.13 with 2 to 4 processes (``tests/test_lowerings.py`` shows each one on raw gloo). What it does
-right has no lowering here: AVG in all forms, uneven and empty splits of all_to_all_single.
+Seen on torch 2.13 with 2 to 4 processes (``tests/test_lowerings.py`` shows each one on raw gloo). What it
+does right has no lowering here: AVG in all forms (since torch 2.8, pytorch/pytorch#149781), uneven and empty
+splits of all_to_all_single.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ CPU_LOWERINGS = (
         "contiguous",
         applies="tensors that are not contiguous, or conjugated lazily",
         into="contiguous copies, written back afterwards",
-        reason="gloo takes strided memory as if it were dense: silently wrong values in all_reduce, broadcast, "
-        "reduce, scatter, reduce_scatter over lists and into all_to_all_single's output; an error in send and recv",
+        reason="gloo takes strided memory as if it were dense: silently wrong values in all_reduce, "
+        "broadcast, reduce, scatter, reduce_scatter over lists and the output of all_to_all_single; an error "
+        "in its input, in send and in recv",
     ),
     Lowering(
         "float32_reduce",
         applies="SUM, AVG, PREMUL_SUM and PRODUCT over bfloat16 and float16",
         into="the same over float32, rounded once at the end",
-        reason="gloo adds in the tensors' dtype and rounds at every hop: at 3 and 4 ranks 250 to 6000 times the "
-        "error bound of a float32 sum",
+        reason="gloo adds in the tensors' dtype and rounds at every addition: at 3 ranks bfloat16 is some "
+        "250 times the error bound of a float32 sum off",
     ),
     Lowering(
         "premul_as_sum",

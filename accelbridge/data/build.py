@@ -83,9 +83,7 @@ def build(
     """
     started = time.monotonic()
     if not 0.0 <= validation_fraction < 1.0:
-        raise ConfigError(
-            f"validation fraction {validation_fraction} is not possible; it must be within 0..1, not 1"
-        )
+        raise ConfigError(f"validation fraction {validation_fraction} is not possible; it must be within 0..1, not 1")
     source, out = absolute(source), absolute(out)
     refuse_existing(out)
     if not isinstance(tokenizer, Tokenizer):
@@ -98,9 +96,7 @@ def build(
             name: stack.enter_context(TokenWriter(staged / name, tokenizer, shard_tokens=shard_tokens))
             for name in splitter.names
         }
-        with progress(
-            f"tokenizing {source.name}", sum(file.size for file in files), show_progress
-        ) as advance:
+        with progress(f"tokenizing {source.name}", sum(file.size for file in files), show_progress) as advance:
             documents = _read(files, Reader(text_key, skipped, advance))
             for batch in _batches(splitter.assign(documents)):
                 _write(batch, tokenizer, writers, skipped)

@@ -27,9 +27,7 @@ def sha256_of(path: Path) -> str:
 def refuse_existing(out: Path) -> None:
     """Raise ``DataError`` if anything is at ``out``, be it a dangling link."""
     if os.path.lexists(out):
-        raise DataError(
-            f"{out} already exists and is never overwritten; choose another path or remove it first"
-        )
+        raise DataError(f"{out} already exists and is never overwritten; choose another path or remove it first")
 
 
 @contextmanager

@@ -102,9 +102,7 @@ def read_index(folder: Path) -> Index:
     file = folder / INDEX_FILE
     found = _load(folder, file)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise DataError(
-            f'{folder} is not a token store: {file} does not say "format": "{FORMAT}"{_hint(folder)}'
-        )
+        raise DataError(f'{folder} is not a token store: {file} does not say "format": "{FORMAT}"{_hint(folder)}')
     version = found.get("version")
     if isinstance(version, int) and version > VERSION:
         raise DataError(
@@ -134,9 +132,7 @@ def _load(folder: Path, file: Path) -> Any:
 
 def _hint(folder: Path) -> str:
     """What to do about a ``folder`` that is no store."""
-    inside = (
-        [str(child.parent) for child in sorted(folder.glob(f"*/{INDEX_FILE}"))] if folder.is_dir() else []
-    )
+    inside = [str(child.parent) for child in sorted(folder.glob(f"*/{INDEX_FILE}"))] if folder.is_dir() else []
     if inside:
         return f"; did you mean {' or '.join(inside)}?"
     return "; build one with: accelbridge data build SOURCE OUT (the store is then OUT/train)"

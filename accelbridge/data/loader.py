@@ -172,9 +172,7 @@ class Loader:
         return indices
 
 
-def evaluation_batches(
-    samples: Samples, batch_size: int, coordinates: range, data_parallel: int
-) -> Iterator[Batch]:
+def evaluation_batches(samples: Samples, batch_size: int, coordinates: range, data_parallel: int) -> Iterator[Batch]:
     """Every sample exactly once, in order, as equally many batches of equal shape on every rank.
 
     Args:
@@ -198,9 +196,7 @@ def _evaluate(samples: Samples, ids: NDArray[np.int64]) -> Iterator[Batch]:
         batch = _collate(samples, np.minimum(row_ids, last), np.where(padded, PADDING, row_ids))
         if padded.any():
             if "targets" not in batch:
-                raise ConfigError(
-                    f"evaluation needs samples with targets; these have {' '.join(sorted(batch))}"
-                )
+                raise ConfigError(f"evaluation needs samples with targets; these have {' '.join(sorted(batch))}")
             batch["targets"][torch.from_numpy(padded)] = IGNORE
         yield batch
 
@@ -240,9 +236,7 @@ def _signature(row: Mapping[str, Any]) -> dict[str, str]:
     for name, value in row.items():
         if not isinstance(value, Tensor):
             raise DataError(f"samples must be dicts of tensors; {name!r} is a {type(value).__name__}")
-    return {
-        name: f"{str(row[name].dtype).removeprefix('torch.')}{list(row[name].shape)}" for name in sorted(row)
-    }
+    return {name: f"{str(row[name].dtype).removeprefix('torch.')}{list(row[name].shape)}" for name in sorted(row)}
 
 
 # ------------------------------------------------------------------------------------------------- prefetch

@@ -101,9 +101,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _cannot_list(error: OSError) -> NoReturn:
-    raise DataError(
-        f"cannot read {error.filename}: {error.strerror}; make it readable or exclude it"
-    ) from error
+    raise DataError(f"cannot read {error.filename}: {error.strerror}; make it readable or exclude it") from error
 
 
 # -------------------------------------------------------------------------------------------------- reading
@@ -156,15 +154,11 @@ class Reader:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON: {error}; each line must be one object") from error
         if not isinstance(entry, dict):
-            raise DataError(
-                f"{where}: found {_kind(entry)} instead of an object with a {self._text_key!r} key"
-            )
+            raise DataError(f"{where}: found {_kind(entry)} instead of an object with a {self._text_key!r} key")
         if self._text_key not in entry:
             hint = did_you_mean(self._text_key, list(entry))
             keys = " ".join(map(repr, entry)) or "none"
-            raise DataError(
-                f"{where}: no key {self._text_key!r} (found {keys}){hint}; choose it with --text-key"
-            )
+            raise DataError(f"{where}: no key {self._text_key!r} (found {keys}){hint}; choose it with --text-key")
         text = entry[self._text_key]
         if not isinstance(text, str):
             raise DataError(f"{where}: {self._text_key!r} is {_kind(text)} instead of text")
@@ -185,9 +179,7 @@ def _chunks(file: SourceFile) -> Iterator[bytes]:
                 yield stream.read()
             now = os.fstat(stream.fileno())
     except OSError as error:
-        raise DataError(
-            f"cannot read {file.path}: {error.strerror}; make it readable or exclude it"
-        ) from error
+        raise DataError(f"cannot read {file.path}: {error.strerror}; make it readable or exclude it") from error
     if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
         raise DataError(f"{file.path} changed while it was read; build again once nothing writes to it")
 

@@ -45,9 +45,7 @@ class TokenWriter:
     Raises ``DataError`` if ``out`` exists or cannot be written, or no document was appended.
     """
 
-    def __init__(
-        self, out: str | os.PathLike[str], tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
+    def __init__(self, out: str | os.PathLike[str], tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS) -> None:
         self.out = absolute(out)
         self.documents = self.tokens = self.source_bytes = 0
         self._tokenizer = tokenizer
@@ -94,9 +92,7 @@ class TokenWriter:
     def _with_eod(self, ids: NDArray[Any]) -> NDArray[Any]:
         vocab_size = self._tokenizer.vocab_size
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise DataError(
-                f"a document is a 1-d array of integer ids; found {ids.dtype} of shape {ids.shape}"
-            )
+            raise DataError(f"a document is a 1-d array of integer ids; found {ids.dtype} of shape {ids.shape}")
         if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
             raise DataError(
                 f"document {self.documents} has ids {ids.min()}..{ids.max()}, and the vocabulary is "
@@ -266,9 +262,7 @@ class TokenStore:
     def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int, int]]:
         """Yield (shard, address of its first token, low, high) for the pieces ``low:high`` of a window."""
         if start < 0 or length < 1 or start + length > self.tokens:
-            raise IndexError(
-                f"window {start}..{start + length - 1} of {self.path}, which has {self.tokens} tokens"
-            )
+            raise IndexError(f"window {start}..{start + length - 1} of {self.path}, which has {self.tokens} tokens")
         number = bisect_right(self._starts, start) - 1
         while number < len(self.index.shards) and self._starts[number] < start + length:
             shard, shard_start = self.index.shards[number], self._starts[number]

@@ -140,9 +140,7 @@ def make_tokenizer(name: str | Path, eod: str | int | None = None) -> Tokenizer:
     """``"bytes"``, or the path of a ``tokenizer.json`` or its folder. ``eod`` is for the latter."""
     if name == "bytes":
         if eod is not None:
-            raise DataError(
-                f"the bytes tokenizer ends documents with id 256; it takes no --eod (found {eod!r})"
-            )
+            raise DataError(f"the bytes tokenizer ends documents with id 256; it takes no --eod (found {eod!r})")
         return ByteTokenizer()
     return HuggingFaceTokenizer(name, eod)
 
@@ -162,9 +160,7 @@ def load_tokenizer(description: Mapping[str, str], folder: Path, vocab_size: int
         raise DataError(f"{folder}: unknown tokenizer kind {kind!r}; a newer accelbridge may know it")
     tokenizer = HuggingFaceTokenizer(folder / TOKENIZER_FILE, eod)
     if tokenizer.describe() != dict(description):
-        raise DataError(
-            f"{folder / TOKENIZER_FILE} is not the file that this store was built with; rebuild the store"
-        )
+        raise DataError(f"{folder / TOKENIZER_FILE} is not the file that this store was built with; rebuild the store")
     return tokenizer
 
 
@@ -172,9 +168,7 @@ def _read_tokenizer_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(
-            f'cannot read tokenizer {file}: {error.strerror}; pass "bytes" or a tokenizer.json'
-        ) from error
+        raise DataError(f'cannot read tokenizer {file}: {error.strerror}; pass "bytes" or a tokenizer.json') from error
 
 
 def _parse_tokenizer(file: Path, content: bytes) -> tokenizers.Tokenizer:
@@ -199,15 +193,11 @@ def _parse_tokenizer(file: Path, content: bytes) -> tokenizers.Tokenizer:
 def _find_eod(file: Path, vocabulary: Mapping[str, int], vocab_size: int, eod: str | int | None) -> int:
     if isinstance(eod, int):
         if not 0 <= eod < vocab_size:
-            raise DataError(
-                f"end-of-document id {eod} is outside the vocabulary of {file} (0..{vocab_size - 1})"
-            )
+            raise DataError(f"end-of-document id {eod} is outside the vocabulary of {file} (0..{vocab_size - 1})")
         return eod
     if eod is not None:
         if eod not in vocabulary:
-            raise DataError(
-                f"{file} has no token {eod!r} to end documents with; name another one with --eod TOKEN"
-            )
+            raise DataError(f"{file} has no token {eod!r} to end documents with; name another one with --eod TOKEN")
         return vocabulary[eod]
     for token in END_OF_DOCUMENT_TOKENS:
         if token in vocabulary:

@@ -105,9 +105,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSM: Tensor, context: Context) -> Tensor:
         B, S, _ = x_BSM.shape
-        q_BSHD, k_BSGD, v_BSGD = (
-            project(x_BSM).view(B, S, -1, self.head_dim) for project in (self.q, self.k, self.v)
-        )
+        q_BSHD, k_BSGD, v_BSGD = (project(x_BSM).view(B, S, -1, self.head_dim) for project in (self.q, self.k, self.v))
         q_BSHD = ops.rope(q_BSHD, context.cos_SP, context.sin_SP)
         k_BSGD = ops.rope(k_BSGD, context.cos_SP, context.sin_SP)
         out_BHSD = ops.attention(
@@ -186,9 +184,7 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 if not parameter.is_meta:
                     rows = range(parameter.shape[0])
-                    parameter.copy_(
-                        initial_values(seed, name, tuple(parameter.shape), rows, self.initialiser(name))
-                    )
+                    parameter.copy_(initial_values(seed, name, tuple(parameter.shape), rows, self.initialiser(name)))
 
     def initialiser(self, name: str) -> Init:
         """How the parameter of this full name starts: norms at one, the rest normal with deviation 0.02.

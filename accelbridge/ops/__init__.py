@@ -42,9 +42,7 @@ NAMES: tuple[str, ...] = tuple(_REFERENCE)
 def _check_names(names: Mapping[str, object] | list[str]) -> None:
     for name in names:
         if name not in _REFERENCE:
-            raise ConfigError(
-                f'there is no op "{name}"{did_you_mean(name, list(NAMES))} (ops: {", ".join(NAMES)})'
-            )
+            raise ConfigError(f'there is no op "{name}"{did_you_mean(name, list(NAMES))} (ops: {", ".join(NAMES)})')
 
 
 def reference(name: str) -> Callable[..., Any]:

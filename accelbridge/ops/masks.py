@@ -55,9 +55,7 @@ def visible_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> T
 def _positions(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor | None:
     if not mask.causal:
         return None
-    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(
-        keys, device=device
-    )
+    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
     visible = distance >= 0
     return visible if mask.window is None else visible & (distance < mask.window)
 

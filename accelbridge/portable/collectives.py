@@ -1,5 +1,8 @@
 """Process groups of any vendor that torch's c10d knows by a backend string."""
 
+# pyright: reportPrivateImportUsage=false
+# (torch.distributed re-exports without saying so)
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -7,11 +10,10 @@ from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from accelbridge.backend import Collectives, Lowering, World
 from accelbridge.errors import BackendError
-from accelbridge.portable.process_group import register
+from accelbridge.portable.process_group import devices_of, register
 
 INTERPOSED = "interposed"
 """The c10d backend name under which lowered or checked groups run."""
@@ -54,15 +56,14 @@ class TorchCollectives(Collectives):
     def control_group(self, timeout_s: float) -> dist.ProcessGroup:
         """A second group of all ranks over the host's network, for small objects and checkpoints.
 
-        It shares nothing with the default group, so another thread may use it while a step runs. Every rank must
-        call this, after :meth:`init`; :meth:`shutdown` destroys it too. It is never lowered or checked.
+        It shares nothing with the default group, so another thread may use it while a step runs. Every rank
+        must call this, after :meth:`init`; :meth:`shutdown` destroys it too. It is never lowered or checked.
         """
-        devices = c10d.BackendConfig(dist.Backend(self._backend)).get_device_backend_map()
-        control = self._control or devices.get("cpu")
+        control = self._control or devices_of(self._backend).get("cpu")
         if not control:
             raise BackendError(
-                f"asked: a control group; found: {self._backend!r} moves no host tensors; do: give the backend "
-                "a control string"
+                f"asked: a control group; found: {self._backend!r} moves no host tensors; do: give "
+                f"{type(self).__name__} a control backend"
             )
         group = dist.new_group(backend=control, timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member

@@ -1,13 +1,17 @@
 """The debug guard: every collective is compared between its ranks before it runs.
 
-Ranks that call differently otherwise hang, abort, or silently get each other's bytes (of gloo's 2.13 cases in
-``research/conformance.md``: SUM against MAX succeeds on both ranks, a different root times out). With the guard
-each of them is a :class:`~accelbridge.errors.CollectiveMismatch` on every rank, before anything has been sent,
-and the group can still be used.
+Ranks that call differently otherwise hang, abort, or silently get each other's bytes (on torch 2.13's host
+backend SUM against MAX succeeds on both ranks and a different root times out, also with
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``). With the guard each of them is a
+:class:`~accelbridge.errors.CollectiveMismatch` on every rank, before anything has been sent, and the group
+can still be used.
 
-Every rank writes the fingerprint of its n-th call to the group's store, waits for all others' and compares them
-itself. O(size) per rank and call: for debugging, not for production. Point-to-point calls are left out.
+Every rank writes the fingerprint of its n-th call to the group's store, waits for all others' and compares
+them itself. O(size) per rank and call: for debugging, not for production. Point-to-point calls are left out.
 """
+
+# pyright: reportPrivateImportUsage=false
+# (torch.distributed re-exports without saying so)
 
 from __future__ import annotations
 
@@ -30,30 +34,24 @@ from accelbridge.portable.lowerings import Call, flatten
 
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 
-_HIDDEN = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    sysconfig.get_path("stdlib"),  # contextlib's decorators, threading
-    "<",
-)
-_INSTALLED = sysconfig.get_path("purelib")  # lies within the standard library's folder
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_with_key")
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def call_site() -> str:
-    """``file:line`` of the innermost frame outside torch, this package's ``portable`` and the standard library."""
+    """``file:line`` of the innermost frame outside torch, ``accelbridge.portable`` and the standard library
+    (its contextlib stands between a decorated function and its caller)."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(_HIDDEN) and not (
-            file.startswith(_INSTALLED) and not file.startswith(_HIDDEN[:2])
-        )
-        if not ours:
+        library = file.startswith(_STDLIB) and "site-packages" not in file
+        if not library and not file.startswith(_HIDDEN):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return f"a thread of torch ({threading.current_thread().name})"
 
 
-# ----------------------------------------------------------------------------------------------------- fingerprints
+# ----------------------------------------------------------------------------------------------- fingerprints
 
 
 def _shape(tensor: Tensor) -> str:
@@ -94,8 +92,8 @@ def _exchange(call: Call, rank: int, size: int) -> tuple[list[str | None], list[
 def fingerprint(call: Call, rank: int, size: int) -> dict[str, Any]:
     """What must fit between ranks, as JSON data.
 
-    ``tensors`` must be equal; ``sends[j]`` of rank i must equal ``expects[i]`` of rank j. A PREMUL_SUM's factor
-    may differ between ranks and is left out.
+    ``tensors`` must be equal; ``sends[j]`` of rank i must equal ``expects[i]`` of rank j. A PREMUL_SUM's
+    factor may differ between ranks and is left out.
     """
     sends, expects = _exchange(call, rank, size)
     free = any(sends) or any(expects) or call.op in ("gather", "scatter", "allgather", "alltoall")
@@ -111,7 +109,7 @@ def fingerprint(call: Call, rank: int, size: int) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------- differences
+# ------------------------------------------------------------------------------------------------ differences
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -146,7 +144,7 @@ def _describe(one: dict[str, Any]) -> str:
     return f"{' '.join(p for p in parts if p)} at {one['site']}"
 
 
-# --------------------------------------------------------------------------------------------------------- guard
+# ------------------------------------------------------------------------------------------------------ guard
 
 _FAILED = "failed"
 
@@ -158,9 +156,7 @@ class Guard:
     groups used from two threads could then block each other.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, group: str = ""
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, group: str = "") -> None:
         self._store, self._rank, self._ranks, self._group = store, rank, list(ranks), group
         self._timeout = timeout
         self._count = 0
@@ -185,7 +181,7 @@ class Guard:
         self._store.set(self._key(self._rank, self._count), json.dumps(mine))
         keys = [self._key(r, self._count) for r in range(len(self._ranks))]
         self._until(lambda: self._store.check(keys), mine, keys)
-        prints = [json.loads(text) for text in self._store.multi_get(keys)]
+        prints = [json.loads(self._store.get(key)) for key in keys]
         # Every rank has written this call's key, so every rank has done reading the previous one's.
         self._store.delete_key(self._key(self._rank, self._count - 1))
         return prints
@@ -213,7 +209,8 @@ class Guard:
         absent = [r for r in self._ranks if r not in here]
         return (
             f"asked: {self._title()}, {_describe(mine)}\n"
-            f"found: after {self._timeout.total_seconds():g} s {_ranks(here)} called it, {_ranks(absent)} made no call\n"
+            f"found: after {self._timeout.total_seconds():g} s {_ranks(here)} called it, "
+            f"{_ranks(absent)} made no call\n"
             f"do: see what {_ranks(absent)} did instead; this group takes no more calls"
         )
 

@@ -1,10 +1,14 @@
 """The library of lowerings: rewrites of a collective that a vendor's library lacks or gets wrong.
 
 A lowering is a pure function of one :class:`Call`. It returns the call to issue instead and what to do after
-that one has completed, or None where it does not apply. Lowerings compose in the fixed order of :data:`LIBRARY`
-(what moves bytes first, what does arithmetic last), so that a bfloat16 average over a strided tensor is copied,
-widened, summed, divided in float32 and rounded once. A backend only names the ones that it needs.
+that one has completed, or None where it does not apply. Lowerings compose in the fixed order of
+:data:`LIBRARY` (what moves bytes first, what does arithmetic last), so that a bfloat16 average over a strided
+tensor is copied, widened, summed, divided in float32 and rounded once. A backend only names the ones that it
+needs.
 """
+
+# pyright: reportPrivateImportUsage=false
+# (torch.distributed re-exports without saying so)
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from torch import Tensor
 from accelbridge.backend import Lowering
 from accelbridge.errors import BackendError, Unsupported
 
-# -------------------------------------------------------------------------------------------- calls and rewrites
+# ----------------------------------------------------------------------------------------- calls and rewrites
 
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "reduce", "broadcast"})
 REDUCTIONS = frozenset(
@@ -61,7 +65,7 @@ class Call:
 
     @property
     def reduce_op(self) -> str:
-        """"SUM", "AVG", "MAX", ..., or "" where the op does not reduce."""
+        """ "SUM", "AVG", "MAX", ..., or "" where the op does not reduce."""
         return reduce_op_name(self.options.reduceOp) if self.op in REDUCTIONS else ""
 
     @property
@@ -129,9 +133,9 @@ def copy_options(options: Any, **changes: Any) -> Any:
 
 
 def reduce_op_name(op: Any) -> str:
-    """"SUM", "AVG", ...: a ``ReduceOp`` wraps its kind, which ``__getstate__`` tells on 2.9 and on 2.13."""
-    kind = op.__getstate__()[0] if isinstance(op, dist.ReduceOp) else op
-    return kind.name
+    """ "SUM", "AVG", ...: a ``ReduceOp`` wraps its kind, which ``__getstate__`` tells on 2.9 and on 2.13."""
+    state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    return state[0].name
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ def substitute(call: Call, rank: int, codec: Codec) -> Step | None:
     return replace(call, outputs=outputs, inputs=inputs), finish
 
 
-# ------------------------------------------------------------------------------------------------------ movement
+# --------------------------------------------------------------------------------------------------- movement
 
 
 def _is_float8(tensor: Tensor) -> bool:
@@ -191,8 +195,8 @@ def fp8_bytes(call: Call, transport: Transport) -> Step | None:
         return None
     if call.op in REDUCTIONS:
         raise Unsupported(
-            f"asked: {call.op} ({call.reduce_op}) over {found.dtype}; found: float8 can be moved between ranks "
-            "but not reduced; do: convert to float32 or bfloat16 first"
+            f"asked: {call.op} ({call.reduce_op}) over {found.dtype}; found: float8 can be moved between "
+            "ranks but not reduced; do: convert to float32 or bfloat16 first"
         )
 
     def view(tensor: Tensor) -> Tensor:
@@ -255,15 +259,15 @@ _CONTIGUOUS = Codec(
 
 
 def contiguous(call: Call, transport: Transport) -> Step | None:
-    """Strided, transposed, expanded and lazily conjugated tensors -> contiguous copies, written back after."""
+    """Strided, transposed, expanded and lazily conjugated tensors -> contiguous copies, written back."""
     return substitute(call, transport.rank, _CONTIGUOUS)
 
 
 def uneven_all_to_all(call: Call, transport: Transport) -> Step | None:
     """all_to_all_single with split sizes -> one with equal, zero-padded splits.
 
-    The width is the largest split of any rank, which no rank knows alone: it costs a MAX over one integer and a
-    wait, on every call that gives split sizes. All ranks must give them, or none.
+    The width is the largest split of any rank, which no rank knows alone: it costs a MAX over one integer
+    and a wait, on every call that gives split sizes. All ranks must give them, or none.
     """
     if call.op != "all_to_all_single" or not (call.extra[0] or call.extra[1]):
         return None
@@ -272,7 +276,7 @@ def uneven_all_to_all(call: Call, transport: Transport) -> Step | None:
     received, sent = ([rows // n] * n for rows in (output.shape[0], source.shape[0]))
     received, sent = call.extra[0] or received, call.extra[1] or sent
     width = torch.tensor([max(*received, *sent, 1)], dtype=torch.int32, device=source.device)
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     transport.issue(Call("allreduce", [width], options=options)).wait()
     rows, rest = int(width.item()), source.shape[1:]
@@ -289,7 +293,7 @@ def uneven_all_to_all(call: Call, transport: Transport) -> Step | None:
     return replace(call, outputs=buffer.view(flat), inputs=padded.view(flat), extra=([], [])), finish
 
 
-# ---------------------------------------------------------------------------------------------------- arithmetic
+# ------------------------------------------------------------------------------------------------- arithmetic
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -373,7 +377,7 @@ def nan_minmax(call: Call, transport: Transport) -> Step | None:
     return substitute(call, transport.rank, codec)
 
 
-# ------------------------------------------------------------------------------------------------------- library
+# ---------------------------------------------------------------------------------------------------- library
 
 LIBRARY: dict[str, Rewrite] = {
     rewrite.__name__: rewrite

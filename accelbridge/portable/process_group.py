@@ -1,16 +1,21 @@
 """One point that all traffic of a run passes: a c10d process group around the vendor's own.
 
-c10d accepts a Python subclass of ``ProcessGroup`` as a backend: ``register`` makes one known under a name, and
-``init_process_group(name)``, ``new_group`` and ``DeviceMesh`` then create :class:`InterposedGroup` objects. Both
-``torch.distributed``'s Python functions and C++ callers (functional collectives, DDP's reducer) reach it: C++
-goes through torch's trampoline (``torch/csrc/distributed/c10d/PyProcessGroup.hpp``), which looks the methods up
-by name. The trampoline lacks ``reduce``, ``gather``, ``scatter``, ``alltoall`` and, up to torch 2.13,
-``all_gather_single`` and ``reduce_scatter_single``; those have Python callers only, and since this group
-registers no backend of its own in C++, a C++ caller of them would fail and not slip past the lowerings.
+c10d accepts a Python subclass of ``ProcessGroup`` as a backend: ``register`` makes one known under a name,
+and ``init_process_group(name)``, ``new_group`` and ``DeviceMesh`` then make :class:`InterposedGroup`
+objects. ``torch.distributed``'s Python functions reach it directly. C++ callers (functional collectives,
+DDP's reducer) reach it through torch's trampoline, ``c10d/PyProcessGroup.hpp``, which looks methods up by
+name. Up to torch 2.13 that lacks ``reduce``, ``gather``, ``scatter``, ``alltoall``, ``all_gather_single`` and
+``reduce_scatter_single``. They have Python callers, with one exception: the op
+``_c10d_functional::all_gather_into_tensor_out``, which inductor uses when it buckets all_gathers. Since this
+group registers no backend of its own in C++, that fails ("No backend type associated with device type"), and
+nothing can slip past the lowerings.
 
 Method names are those of torch 2.13; the ones of 2.9 (``_allgather_base``, ...) are aliases, and the inner
 group is called by whichever it has.
 """
+
+# torch.distributed re-exports without saying so; its stubs overload each method with other parameter names.
+# pyright: reportPrivateImportUsage=false, reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ from accelbridge.portable.lowerings import Call, Finish, flatten, lower, select
 MakeInner = Callable[[Any, Any], dist.ProcessGroup]
 """(c10d's ``DistributedBackendOptions``, the user's ``pg_options``) -> a native group."""
 
-# ------------------------------------------------------------------------------------------------- the inner group
+# -------------------------------------------------------------------------------------------- the inner group
 
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -56,28 +61,35 @@ def _make_backend(name: str, request: Any, options: Any) -> Any:
     if cls is None:
         raise ValueError(f"this build of torch has no process group {name!r}")
     place = (request.store, request.group_rank, request.group_size)
-    if options is None and "timeout: datetime" in (cls.__init__.__doc__ or ""):
-        backend = cls(*place, timeout=request.timeout)
-    else:  # the classes that take their time limit in an options object
-        options = options or cls.Options()
+    backend = None
+    if options is None:
+        try:
+            backend = cls(*place, timeout=request.timeout)
+        except TypeError:  # no such form: this class takes its time limit in an options object
+            options = cls.Options()
+    if backend is None and options is not None:
         options._timeout = request.timeout
         backend = cls(*place, options)
     backend.options.global_ranks_in_group = list(request.global_ranks_in_group)
-    backend._set_sequence_number_for_group()
     return backend
+
+
+def devices_of(config: str) -> dict[str, str]:
+    """Device type -> backend name of a c10d backend string."""
+    return dict(c10d.BackendConfig(dist.Backend(config)).get_device_backend_map())  # pyright: ignore[reportArgumentType]
 
 
 def native_group(config: str) -> MakeInner:
     """Makes plain groups of ``config``, a c10d backend string: one name, or "device:name,device:name".
 
-    It does what ``torch.distributed`` does for that string, but leaves the group out of c10d's registries. With
-    several backends torch routes each call by the device of its tensors.
+    It does what ``torch.distributed`` does for that string, but leaves the group out of c10d's registries.
+    With several backends torch routes each call by the device of its tensors.
     """
 
     def make(request: Any, options: Any) -> dist.ProcessGroup:
         group = dist.ProcessGroup(request.store, request.group_rank, request.group_size)
         made: dict[str, Any] = {}
-        for device, name in c10d.BackendConfig(dist.Backend(config)).get_device_backend_map().items():
+        for device, name in devices_of(config).items():
             kind = dist.Backend.backend_type_map[name]
             if name not in made:
                 made[name] = _make_backend(name, request, options)
@@ -101,14 +113,14 @@ class _Inner:
         return method(*call.arguments())
 
 
-# ------------------------------------------------------------------------------------------------------------ work
+# ------------------------------------------------------------------------------------------------------- work
 
 
 class LoweredWork(dist.Work):
     """The work of a lowered call: done once the inner work is done and the result has been brought back.
 
-    The way back (copy, cast, scale) runs in ``wait``, on the waiting thread and its current stream, exactly once.
-    It is local to the process, so works can be waited for in any order.
+    The way back (copy, cast, scale) runs in ``wait``, on the waiting thread and its current stream, exactly
+    once. It is local to the process, so works can be waited for in any order.
     """
 
     def __init__(self, work: Any, finish: Sequence[Finish], outputs: list[Tensor]) -> None:
@@ -136,7 +148,7 @@ class LoweredWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """A completed future: waits first. Its consumers (DDP, communication hooks) wait next anyway."""
         self.wait()
-        devices = sorted({t.device for t in self._outputs if t.device.type != "cpu"}, key=str)
+        devices: list[Any] = sorted({t.device for t in self._outputs if t.device.type != "cpu"}, key=str)
         future: Future[list[Tensor]] = Future(devices=devices) if devices else Future()
         future.set_result(self._outputs)
         return future
@@ -160,7 +172,7 @@ class LoweredWork(dist.Work):
     _source_rank = source_rank
 
 
-# ------------------------------------------------------------------------------------------------- the outer group
+# -------------------------------------------------------------------------------------------- the outer group
 
 _OPTIONS = {
     "allreduce": c10d.AllreduceOptions,
@@ -178,21 +190,21 @@ _OPTIONS = {
 }
 
 
-def _options(method: str, given: Any, timeout: timedelta | None = None, root: int | None = None, op: Any = None):
+def _options(method: str, given: Any, timeout: timedelta | None = None, root: int | None = None, op: Any = None) -> Any:
     """The options object of ``method``. The methods also have forms that take a reduce op, a root and a time
     limit in its place."""
     cls = _OPTIONS.get(method, c10d.AllgatherOptions)
     if isinstance(given, cls):
         return given
-    options = cls()
+    options: Any = cls()
     if isinstance(given, int) and root is None and hasattr(options, "rootRank"):
         root = given
     elif given is not None and op is None and hasattr(options, "reduceOp"):
         op = given
     if root is not None:
-        options.rootRank = root  # pyright: ignore[reportAttributeAccessIssue]
+        options.rootRank = root
     if op is not None:
-        options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]
+        options.reduceOp = op
     if timeout is not None:
         options.timeout = timeout
     return options
@@ -203,8 +215,9 @@ def _listed(tensors: Any) -> Any:
 
 
 class InterposedGroup(dist.ProcessGroup):
-    """A process group that hands every call to ``inner`` after the guard has compared it and the lowerings have
-    rewritten it. A call that no lowering touches returns the inner group's own work, as asynchronous as ever."""
+    """A process group that hands every call to ``inner`` after the guard has compared it and the lowerings
+    have rewritten it. A call that no lowering touches returns the inner group's own work, as asynchronous as
+    ever."""
 
     def __init__(self, name: str, request: Any, inner: dist.ProcessGroup, lowerings: Sequence[Lowering], check: bool):
         # The form with a store makes a plain C++ object that Python overrides do not reach.
@@ -282,7 +295,13 @@ class InterposedGroup(dist.ProcessGroup):
         return self._run(Call("reduce_scatter_single_coalesced", outputs, inputs, options))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None, timeout: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
+        timeout: Any = None,
     ) -> Any:
         splits = (list(output_splits), list(input_splits))
         options = _options("all_to_all_single", opts, timeout)
@@ -330,11 +349,11 @@ class InterposedGroup(dist.ProcessGroup):
 
     getBackendName = _get_backend_name = name
 
-    # C++ keeps a group's name and description in its backends, so they are kept here and in the inner group's.
+    # C++ keeps a group's name and description in its backends, of which this group has none.
 
     def setGroupName(self, name: str) -> None:
         self._group_name = name
-        self._inner.group._set_group_name(name)
+        self._inner.group._set_group_name(name)  # pyright: ignore[reportArgumentType]
 
     def getGroupName(self) -> str:
         return self._group_name
@@ -357,7 +376,8 @@ class InterposedGroup(dist.ProcessGroup):
         return self._inner.group._get_backend(device)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        return self._inner.group.monitored_barrier(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        group: Any = self._inner.group
+        return group.monitored_barrier(*args, **kwargs)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._inner.group.set_timeout(timeout)
@@ -369,7 +389,7 @@ class InterposedGroup(dist.ProcessGroup):
         self._inner.group.shutdown()
 
 
-# ---------------------------------------------------------------------------------------------------- registration
+# ----------------------------------------------------------------------------------------------- registration
 
 
 @dataclass(frozen=True)
@@ -395,7 +415,7 @@ def register(
     ``devices`` default. Registering a name again replaces what groups made from now on consist of.
     """
     if isinstance(make_inner, str):
-        devices = devices or list(c10d.BackendConfig(dist.Backend(make_inner)).get_device_backend_map())
+        devices = devices or list(devices_of(make_inner))
         make_inner = native_group(make_inner)
     select(lowerings)  # an unknown one fails here and not at the first collective
     _REGISTERED[name] = _Registration(make_inner, tuple(lowerings), check)

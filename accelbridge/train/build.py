@@ -26,9 +26,7 @@ def build_model(config: TrainConfig) -> nn.Module:
         return Decoder(config.model)
 
 
-def initialiser(
-    model: nn.Module, seed: int
-) -> tuple[ShardingSpec, Callable[[str, tuple[int, ...], range], Tensor]]:
+def initialiser(model: nn.Module, seed: int) -> tuple[ShardingSpec, Callable[[str, tuple[int, ...], range], Tensor]]:
     """The model's sharding spec, and a function that makes rows of any of its parameters.
 
     A model may define ``sharding_spec()`` and ``initialiser(name) -> Init``; without them, each child of a

@@ -112,5 +112,3 @@ def _memory(memory: MemoryConfig) -> None:
         place = getattr(memory, what)
         if place != "device":
             raise NotSupportedYet(f"memory.{what} {place} asked; it is not supported yet; set memory.{what}: device")
-
-

@@ -156,7 +156,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    metrics: MetricsConfig = MetricsConfig()
     output: OutputConfig = Field(default_factory=OutputConfig)
 
     @model_validator(mode="after")
@@ -180,7 +180,7 @@ class TrainConfig(Section):
         """A config from a config, a mapping or a recipe's path. Raises ConfigError."""
         from accelbridge.train.recipe import validate
 
-        if isinstance(value, cls):
+        if isinstance(value, TrainConfig):
             return value
         if isinstance(value, (str, Path)):
             return cls.load(value)

@@ -23,7 +23,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -142,5 +141,3 @@ def _message(failure: Any) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         died = f"ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return f"{died} without a message; see OUTPUT/logs"
-
-

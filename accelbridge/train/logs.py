@@ -16,7 +16,8 @@ class RankLog:
         folder = output / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank_{rank}.log"
-        self._handler = logging.FileHandler(self.path, encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+        self._handler = logging.StreamHandler(self._file)
         self._handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
         self._loggers = [log, logging.getLogger("py.warnings")]
         self._level = log.level
@@ -25,7 +26,7 @@ class RankLog:
             logger.addHandler(self._handler)
         logging.captureWarnings(True)
         # A segmentation fault or abort leaves its stack here, where stderr may be lost.
-        faulthandler.enable(self._handler.stream)
+        faulthandler.enable(self._file)
 
     def close(self) -> None:
         faulthandler.disable()
@@ -33,4 +34,4 @@ class RankLog:
         log.setLevel(self._level)
         for logger in self._loggers:
             logger.removeHandler(self._handler)
-        self._handler.close()
+        self._file.close()

@@ -75,9 +75,7 @@ class Metrics:
     Raises ``ConfigError`` on every rank if TensorBoard is asked for and not installed.
     """
 
-    def __init__(
-        self, output_dir: Path, config: MetricsConfig, facts: RunFacts, *, rank: int, start_step: int
-    ) -> None:
+    def __init__(self, output_dir: Path, config: MetricsConfig, facts: RunFacts, *, rank: int, start_step: int) -> None:
         self._facts = facts
         self._interval = config.interval
         self._pending: list[dict[str, Any]] = []
@@ -205,9 +203,7 @@ class _Writer:
 
 
 def _encode(line: dict[str, Any]) -> bytes:
-    return (
-        json.dumps({name: _strict(value) for name, value in line.items()}, allow_nan=False).encode() + b"\n"
-    )
+    return json.dumps({name: _strict(value) for name, value in line.items()}, allow_nan=False).encode() + b"\n"
 
 
 def _strict(value: Any) -> Any:
@@ -231,9 +227,7 @@ def _prepare(path: Path, start_step: int) -> None:
     """Make an existing file ready for lines of the steps after ``start_step``."""
     if not path.exists() or not path.stat().st_size:
         return
-    if (
-        start_step == 0
-    ):  # another run's lines, or steps that no checkpoint kept: out of the way, never deleted
+    if start_step == 0:  # another run's lines, or steps that no checkpoint kept: out of the way, never deleted
         path.rename(next(p for n in count(1) if not (p := path.with_name(f"metrics.{n}.jsonl")).exists()))
         return
     before = path.read_bytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def _wire(config: TrainConfig, layout: Layout) -> dict[str, tuple[str, str]]:
     return wire
 
 
-def _shared_settings(config: TrainConfig) -> Mapping[str, Any]:
+def _shared_settings(config: TrainConfig) -> dict[str, Any]:
     tree = {name: value for name, value in config.model_dump().items() if name not in PER_PROCESS}
     tree.pop("data")  # paths may differ by host; the contract carries the content's fingerprint
     return flatten({name: value for name, value in tree.items() if value is not None})

@@ -102,9 +102,7 @@ class _Live(Progress):
 
     def update(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
-        values = "  ".join(
-            _values({name: line[name] for name in ("loss", "tokens_per_second") if name in line})
-        )
+        values = "  ".join(_values({name: line[name] for name in ("loss", "tokens_per_second") if name in line}))
         self._bar.update(self._task, completed=step, values=values, eta=self._clock.eta(step), refresh=True)
 
     def print(self, text: str) -> None:

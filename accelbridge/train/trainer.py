@@ -270,9 +270,7 @@ class Trainer:
             total_steps=config.train.steps,
             tokens_per_step=config.train.global_batch_size * config.train.seq_len,
         )
-        self.metrics = Metrics(
-            prepared.output, config.metrics, facts, rank=world.rank, start_step=self.step
-        )
+        self.metrics = Metrics(prepared.output, config.metrics, facts, rank=world.rank, start_step=self.step)
         self._resources.callback(self.metrics.close)
         self.progress = make_progress(config.train.steps, self.step, rank=world.rank)
         self._resources.callback(self.progress.close)
@@ -358,9 +356,7 @@ def _packed(prepared: Prepared, split: str) -> Samples | None:
     return PackedSamples(store, config.train.seq_len, config.data.document_mask) if store is not None else None
 
 
-def _provided(
-    config: TrainConfig, model: nn.Module | None, data: Samples | None, loss: Loss | None
-) -> Provided:
+def _provided(config: TrainConfig, model: nn.Module | None, data: Samples | None, loss: Loss | None) -> Provided:
     """What the plan must know of a script's own model: the ops it is known to call, and what is not covered."""
     if model is None:
         return Provided(data=data is not None)

@@ -1,0 +1,448 @@
+"""Discovery, probing and choice, with real installed distributions: every broken plugin has its own outcome."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from accelbridge import plugins
+from accelbridge.errors import BackendError, ConfigError
+from tests.plugins_env import AVAILABLE, Plugin, backend_source, install, refusal, run_cli, write_tokens
+
+RECIPE = """\
+model: {vocab_size: 64, dim: 32, layers: 1, heads: 2}
+data: {train: tokens}
+train: {steps: 2, global_batch_size: 2, seq_len: 16}
+"""
+
+
+def broken(name: str, outcome: str, **changes: Any) -> tuple[Plugin, str]:
+    return Plugin(name, backend_source(name, **changes)), outcome
+
+
+def raw(name: str, outcome: str, source: str | None, **fields: Any) -> tuple[Plugin, str]:
+    return Plugin(name, source, **fields), outcome
+
+
+UNSPEAKABLE = "class Mute:\n    def __repr__(self): raise RuntimeError('no')\n"
+BROKEN = [
+    # ---- import
+    raw("importerror", r"vendor-importerror 1\.0 failed to load: ModuleNotFoundError.*nosdk", "import nosdk"),
+    raw("exits", r"vendor-exits 1\.0 failed to load: SystemExit: 3", "import sys; sys.exit(3)"),
+    raw("aborts", r"ended its process \(SIGABRT", "import os; os.abort()"),
+    raw("quits", r"ended its process \(exit code 7", "import os; os._exit(7)"),
+    raw("interrupts", r"ended its process .*KeyboardInterrupt", "raise KeyboardInterrupt"),
+    raw("nomodule", r"failed to load: ModuleNotFoundError: No module named 'vendor_nomodule'", None),
+    raw("noattribute", r"failed to load: AttributeError.*absent", "", value="vendor_noattribute:absent"),
+    raw("novalue", r"vendor-novalue 1\.0 failed to load", "", value="not a module!"),
+    # ---- hook
+    raw("nohook", r"vendor_nohook has no hook; .*marked @accelbridge\.hookimpl", "x = 1"),
+    broken("hookraises", r"failed to load: ValueError: bad day", hook='raise ValueError("bad day")'),
+    broken("hooknothing", r"must return a subclass .* it returned nothing", hook="return None"),
+    broken("hooktext", r"it returned 'vendor'", hook="return 'vendor'"),
+    broken("hookmute", r"it returned an object of Mute that cannot be shown", before=UNSPEAKABLE, hook="return Mute()"),
+    broken("hookinstance", r"it returned <vendor_hookinstance\.Made object", hook="return Made()"),
+    broken("hooksignature", r"failed to load: PluginValidationError", changes=(
+        "@hookimpl(specname='accelbridge_backend')\ndef other(unknown): return Made")),
+    # ---- class
+    broken("abstract", r"Half lacks capabilities, collectives, probe", changes=(
+        "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'"), hook="return Half"),
+    broken("othername", r'entry point "othername" returned a backend named .different.', changes=(
+        "Made.name = 'different'")),
+    broken("tooold", r"written for interface 0\.9, too old: .*1\.0 to 1\.0; update vendor-tooold", api="(0, 9)"),
+    broken("toonew", r"needs interface 1\.99, too new: .*update accelbridge", api="(1, 99)"),
+    broken("nextmajor", r"needs interface 2\.0, too new", api="(2, 0)"),
+    broken("apitext", r"api_version must be \(major, minor\), such as \(1, 0\); it is '1\.0'", api="'1.0'"),
+    broken("apishort", r"api_version must be .* it is \(1,\)", api="(1,)"),
+    broken("badoptions", r"Made\.options_model must be a pydantic model or None", changes=(
+        "Made.options_model = dict")),
+    broken("notbool", r"Made\.accelerator must be True or False; it is 'yes'", changes="Made.accelerator = 'yes'"),
+    # ---- probe
+    broken("probeabsent", r"^no chip on the bus$", probe='return Probe(False, "no chip on the bus")'),
+    broken("probemute", r"^its probe gives no reason$", probe='return Probe(False, "")'),
+    broken("proberaises", r"its probe raised OSError: bus (is )?gone", probe='raise OSError("bus is gone")'),
+    broken("probeunspeakable", r"its probe raised Bad: \(its message cannot be shown\)", probe="raise Bad", before=(
+        "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no')\n")),
+    broken("probeexits", r"its probe raised SystemExit: 5", probe="sys.exit(5)"),
+    broken("probeaborts", r"ended its process \(SIGABRT", probe="os.abort()"),
+    broken("probebool", r"its probe returned True, not an accelbridge\.backend\.Probe", probe="return True"),
+    broken("probenone", r"its probe returned None", probe="return None"),
+    broken("probeyes", r"not plain data: available must be True or False", probe='return Probe("yes", "")'),
+    broken("probedevices", r"not plain data: devices\[0\] must be a DeviceInfo", probe=(
+        'return Probe(True, "here", ({"index": 0},))')),
+    broken("probememory", r"devices\[0\] must be a DeviceInfo of plain", probe=(
+        'return Probe(True, "here", (DeviceInfo(0, "c", object()),))')),
+    broken("probesoftware", r"not plain data: software must map text to text; it holds", probe=(
+        'return Probe(True, "here", software={"lib": {1, 2}})')),
+    broken("probefacts", r"not plain data: facts must be a mapping", probe='return Probe(True, "here", facts=[1])'),
+    # ---- manners
+    broken("noisy", r"^no chip \(noisy\)$", before="import os\nprint('{]')\nos.write(1, b'rubbish')\n", probe=(
+        'print("}"); return Probe(False, "no chip (noisy)")')),
+    broken("closes", r"^no chip \(closes\)$", before="import os\nos.close(1)\n", probe=(
+        'return Probe(False, "no chip (closes)")')),
+    broken("lingers", r"^no chip \(lingers\)$", probe=(
+        'threading.Thread(target=time.sleep, args=(300,)).start(); return Probe(False, "no chip (lingers)")')),
+    # ---- metadata
+    raw("unnamed", r"unknown distribution.* failed to load", "import nosdk", distribution="vendor-nometadata"),
+]  # fmt: skip
+TWINS = [Plugin("twin", backend_source("twin"), d, v) for d, v in (("vendor-one", "1.0"), ("vendor-two", "2.5"))]
+OUTCOMES = {plugin.name: outcome for plugin, outcome in BROKEN}
+OUTCOMES["twin"] = (
+    r'^2 distributions provide a backend named "twin": vendor-(one 1\.0|two 2\.5) \(vendor_\w+\) and '
+    r"vendor-(one 1\.0|two 2\.5) \(vendor_\w+\); uninstall all but one$"
+)
+
+
+@pytest.fixture(scope="session")
+def broken_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every broken plugin in one environment, beside the core."""
+    site = install(tmp_path_factory.mktemp("broken"), [*(plugin for plugin, _ in BROKEN), *TWINS])
+    (site / "vendor_nometadata-1.0.dist-info" / "METADATA").unlink()
+    return site
+
+
+@pytest.fixture(scope="session")
+def listing(broken_site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What ``accelbridge devices --json`` says there, by name."""
+    done = run_cli("devices", "--json", sites=[broken_site], cwd=tmp_path_factory.mktemp("cwd"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="session")
+def good_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One accelerator that is available; it prints when it is imported."""
+    source = backend_source("virtual", before="print('welcome to virtual')\n")
+    return install(tmp_path_factory.mktemp("good"), [Plugin("virtual", source)])
+
+
+@pytest.fixture(scope="session")
+def second_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another available accelerator, without options, and a shy one: it cannot be imported in the main process."""
+    plain = "Made.options_model = None"
+    shy = "import sys\nif sys.argv[0].endswith('plugins.py') is False: raise ImportError('only in a child')\n"
+    plugins = [
+        Plugin("second", backend_source("second", changes=plain)),
+        Plugin("shy", backend_source("shy", before=shy)),
+    ]
+    return install(tmp_path_factory.mktemp("second"), plugins)
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put folders on the import path of this process, and forget their modules afterwards."""
+    monkeypatch.delenv(plugins.ENVIRONMENT, raising=False)
+    monkeypatch.setenv(plugins.PROBE_SECONDS_ENVIRONMENT, "60")
+    yield lambda *sites: [monkeypatch.syspath_prepend(str(site)) for site in sites]
+    for name in [name for name in sys.modules if name.startswith("vendor_")]:
+        del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------------------------------- broken
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_each_broken_plugin_has_its_own_outcome(name: str, listing: dict[str, dict[str, Any]]) -> None:
+    row = listing[name]
+    assert row["available"] is False
+    assert re.search(OUTCOMES[name], row["reason"]), row["reason"]
+    assert row["devices"] == []
+
+
+def test_the_others_are_unhurt(listing: dict[str, dict[str, Any]]) -> None:
+    assert listing["cpu"]["available"] is True
+    assert listing["cpu"]["distribution"] == "accelbridge"
+    assert [name for name, row in listing.items() if row["available"]] == ["cpu"]
+
+
+def test_a_duplicate_names_both_distributions(listing: dict[str, dict[str, Any]]) -> None:
+    assert set(listing["twin"]["distribution"].split(" and ")) == {"vendor-one", "vendor-two"}
+
+
+def test_unreadable_entry_points_name_their_distribution(tmp_path: Path, on_path: Any) -> None:
+    # The rest of a Python environment suffers too (pydantic reads every entry point): so it matters who it is.
+    site = install(tmp_path, [Plugin("garbled", backend_source("garbled"))])
+    (site / "vendor_garbled-1.0.dist-info" / "entry_points.txt").write_text("[accelbridge.backends]\n???\n")
+    done = run_cli("devices", "--json", sites=[site], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert "the entry_points.txt of vendor-garbled 1.0 cannot be read" in rows["vendor-garbled"]["reason"]
+    on_path(site)
+    with pytest.raises(BackendError, match=r"installed: cpu, vendor-garbled"):
+        plugins.choose("garbled")
+    with pytest.raises(BackendError, match="cannot be read"):
+        plugins.choose("vendor-garbled")
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_broken_plugin_stops_whoever_asks_for_it(name: str, broken_site: Path, on_path: Any) -> None:
+    on_path(broken_site)
+    with pytest.raises(BackendError) as caught:
+        plugins.choose(name)
+    message = str(caught.value)
+    assert message.startswith(f'backend "{name}" asked by argument; it cannot be used here: ')
+    assert re.search(OUTCOMES[name].strip("^$"), message), message
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("importerror", "argument"), ("aborts", "environment"), ("twin", "recipe"), ("toonew", "argument")],
+)
+def test_train_refuses_a_broken_plugin(name: str, how: str, broken_site: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE + (f"backend: {{name: {name}}}\n" if how == "recipe" else ""))
+    arguments = ["--backend", name] if how == "argument" else []
+    env = {"ACCELBRIDGE_BACKEND": name} if how == "environment" else {}
+    message = refusal(
+        run_cli("train", str(recipe), *arguments, sites=[broken_site], cwd=tmp_path, env=env)
+    )
+    by = {"argument": "argument", "environment": "ACCELBRIDGE_BACKEND", "recipe": "recipe (backend.name)"}[how]
+    assert f'backend "{name}" asked by {by}; it cannot be used here: ' in message
+    assert re.search(OUTCOMES[name].strip("^$"), message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_automatic_choice_passes_over_the_broken_ones(broken_site: Path, on_path: Any) -> None:
+    on_path(broken_site)
+    selection = plugins.choose()
+    assert (selection.backend.name, selection.selected_by) == ("cpu", "automatic")
+    assert {c.name for c in selection.candidates} >= {*OUTCOMES, "cpu"}
+    assert not [name for name in sys.modules if name.startswith("vendor_")]  # none was imported here
+
+
+def test_a_second_cpu_is_a_duplicate(tmp_path: Path, on_path: Any) -> None:
+    on_path(install(tmp_path, [Plugin("cpu", backend_source("cpu"), "vendor-cpu")]))
+    with pytest.raises(BackendError, match=r"accelbridge 0\.1\.0 .*vendor-cpu 1\.0|vendor-cpu 1\.0.* accelbridge 0"):
+        plugins.choose("cpu")
+    with pytest.raises(BackendError, match="no backend asked; none can be used here"):
+        plugins.choose()
+
+
+# -------------------------------------------------------------------------------------------------------- hangs
+
+LIMIT_S = 2.5
+
+
+@pytest.fixture(scope="session")
+def hanging_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plugins that never finish, in every way."""
+    folder = tmp_path_factory.mktemp("hanging")
+    pid = folder / "grandchild"
+    tool = (
+        f'tool = subprocess.Popen(["sleep", "300"]); open({str(pid)!r}, "w").write(str(tool.pid)); tool.wait()'
+    )
+    stubborn = "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
+    return install(
+        folder,
+        [
+            Plugin("importhangs", "import time; time.sleep(300)"),
+            Plugin("probehangs", backend_source("probehangs", probe="time.sleep(300)", before=stubborn)),
+            Plugin("toolhangs", backend_source("toolhangs", probe=tool)),
+            Plugin("floods", backend_source("floods", probe="[print('x' * 4096) for _ in range(500)]; time.sleep(300)")),
+        ],
+    )  # fmt: skip
+
+
+def test_hanging_plugins_cost_one_limit_together(hanging_site: Path, tmp_path: Path) -> None:
+    start = time.monotonic()
+    env = {"ACCELBRIDGE_PROBE_SECONDS": str(LIMIT_S)}
+    done = run_cli("devices", "--json", sites=[hanging_site], cwd=tmp_path, env=env)
+    seconds = time.monotonic() - start
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows.pop("cpu")["available"] is True
+    assert set(rows) == {"importhangs", "probehangs", "toolhangs", "floods"}
+    for row in rows.values():
+        assert row["reason"].startswith("loading or probing it did not finish in 2.5 s")
+    assert seconds < 4 * LIMIT_S, "the limit is shared"
+    assert not _alive(hanging_site.parent / "grandchild")
+
+
+def _alive(file: Path) -> bool:
+    """Whether the process whose id is in ``file`` still runs a second after it should have ended."""
+    if not file.exists():
+        return False
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_asking_for_a_hanging_plugin(hanging_site: Path, on_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path(hanging_site)
+    monkeypatch.setattr(plugins, "PROBE_SECONDS", 0.5)
+    monkeypatch.delenv(plugins.PROBE_SECONDS_ENVIRONMENT)
+    with pytest.raises(BackendError, match=r"did not finish in 0\.5 s; .*set ACCELBRIDGE_PROBE_SECONDS"):
+        plugins.choose("importhangs")
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_the_limit_must_be_a_positive_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugins.PROBE_SECONDS_ENVIRONMENT, text)
+    with pytest.raises(ConfigError, match=f'ACCELBRIDGE_PROBE_SECONDS="{text}" asked; it is no positive number'):
+        plugins.probe_seconds()
+
+
+def test_the_limit_is_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugins.PROBE_SECONDS_ENVIRONMENT, raising=False)
+    assert plugins.probe_seconds() == 10.0
+
+
+# --------------------------------------------------------------------------------------------------------- good
+
+
+def test_an_available_accelerator_is_chosen_over_the_cpu(good_site: Path, tmp_path: Path) -> None:
+    done = run_cli("explain", "--json", sites=[good_site], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)  # the plugin's greeting is on stderr
+    assert "welcome to virtual" in done.stderr
+    assert (plan["backend"], plan["selected_by"]) == ("virtual", "automatic")
+    assert plan["contract"]["plugin"] == "vendor-virtual 1.0"
+    assert plan["contract"]["chip"] == "virtual1"
+    assert plan["contract"]["software"] == {"virtual": "3.2"}
+    assert {c["name"]: c["available"] for c in plan["candidates"]} == {"cpu": True, "virtual": True}
+
+
+def test_an_out_of_tree_backend_trains(good_site: Path, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "backend: {name: virtual, options: {level: 3}}\n")
+    done = run_cli("train", "recipe.yaml", "--nproc", "1", sites=[good_site], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "backend virtual (by recipe)" in done.stdout
+    assert "done: step 2" in done.stdout
+    assert json.loads((tmp_path / "runs/default/plan.json").read_text())["backend"] == "virtual"
+
+
+def test_two_available_accelerators_are_an_error(good_site: Path, second_site: Path, tmp_path: Path) -> None:
+    message = refusal(run_cli("explain", sites=[good_site, second_site], cwd=tmp_path))
+    assert 'no backend asked; "second" (1 virtual chip) and "shy" (1 virtual chip) and "virtual"' in message
+    assert "name one by argument, ACCELBRIDGE_BACKEND or backend.name" in message
+
+
+def test_survey_imports_no_plugin(good_site: Path, on_path: Any) -> None:
+    on_path(good_site)
+    rows = {c.name: c for c in plugins.survey()}
+    assert rows["virtual"].available
+    assert rows["virtual"].accelerator
+    assert rows["virtual"].backend is None
+    assert "vendor_virtual" not in sys.modules
+
+
+def test_a_named_backend_is_the_only_one_probed(good_site: Path, broken_site: Path, on_path: Any) -> None:
+    on_path(good_site, broken_site)
+    assert [c.name for c in plugins.choose("virtual").candidates] == ["virtual"]
+
+
+def test_a_plugin_that_only_works_in_a_child(second_site: Path, on_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path(second_site)
+    with pytest.raises(BackendError, match='backend "shy" asked by argument; it cannot be .*only in a child'):
+        plugins.choose("shy")
+    survey = plugins.survey
+    monkeypatch.setattr(plugins, "survey", lambda names: [c for c in survey(names) if c.name != "second"])
+    selection = plugins.choose()  # automatic goes on, and says why
+    assert selection.backend.name == "cpu"
+    assert "only in a child" in next(c for c in selection.candidates if c.name == "shy").probe.reason
+
+
+def test_options_are_those_of_the_plugin(good_site: Path, second_site: Path, on_path: Any) -> None:
+    on_path(good_site, second_site)
+    backend = plugins.load_backend("virtual", {"level": 2})
+    assert backend.options is not None
+    assert backend.options.model_dump() == {"level": 2}
+    with pytest.raises(ConfigError, match=r"backend\.options\.depth: .*; known: level"):
+        plugins.load_backend("virtual", {"depth": 2})
+    with pytest.raises(ConfigError, match=r"backend\.options\.level: .*greater than or equal to 0"):
+        plugins.load_backend("virtual", {"level": -1})
+    with pytest.raises(ConfigError, match='backend "second" has no options'):
+        plugins.load_backend("second", {"level": 2})
+
+
+def test_a_backend_that_cannot_be_made_names_its_distribution(tmp_path: Path, on_path: Any) -> None:
+    changes = "def start(self, options=None): raise OSError('no licence')\nMade.__init__ = start"
+    on_path(install(tmp_path, [Plugin("refuses", backend_source("refuses", changes=changes))]))
+    with pytest.raises(BackendError, match=r"vendor-refuses 1\.0 failed to start: OSError: no licence"):
+        plugins.load_backend("refuses")
+
+
+# ------------------------------------------------------------------------------------------------------- choice
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "recipe", "chosen"),
+    [
+        ("virtual", "cpu", "cpu", ("virtual", "argument")),
+        (None, "cpu", "virtual", ("cpu", "environment")),
+        (None, None, "cpu", ("cpu", "recipe")),
+        (None, "", "cpu", ("cpu", "recipe")),
+        (None, None, None, ("virtual", "automatic")),
+        (None, "", None, ("virtual", "automatic")),
+        ("", "", "", ("virtual", "automatic")),
+    ],
+)
+def test_argument_beats_environment_beats_recipe_beats_automatic(
+    argument: str | None,
+    environment: str | None,
+    recipe: str | None,
+    chosen: tuple[str, str],
+    good_site: Path,
+    on_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_path(good_site)
+    if environment is not None:
+        monkeypatch.setenv(plugins.ENVIRONMENT, environment)
+    selection = plugins.choose(argument, recipe)
+    assert (selection.backend.name, selection.selected_by) == chosen
+
+
+def test_an_unknown_backend_names_the_closest_and_the_installed(good_site: Path, tmp_path: Path) -> None:
+    message = refusal(run_cli("explain", "--backend", "virtuall", sites=[good_site], cwd=tmp_path))
+    assert 'backend "virtuall" asked by argument; no installed distribution provides it' in message
+    assert 'did you mean "virtual"?' in message
+    assert "installed: cpu, virtual" in message
+
+
+def test_a_choice_that_fails_is_not_replaced_by_the_next(good_site: Path, on_path: Any, monkeypatch: Any) -> None:
+    on_path(good_site)
+    monkeypatch.setenv(plugins.ENVIRONMENT, "gone")
+    with pytest.raises(BackendError, match='backend "gone" asked by ACCELBRIDGE_BACKEND'):
+        plugins.choose(recipe="cpu")
+
+
+def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugins.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(plugins, "distributions", lambda: iter(()))
+    with pytest.raises(BackendError, match=r"none can be used here \(none is installed\)"):
+        plugins.choose()
+    with pytest.raises(BackendError, match="installed: none"):
+        plugins.choose("cpu")
+
+
+def test_a_child_that_cannot_start_is_a_reason(good_site: Path, on_path: Any, monkeypatch: Any) -> None:
+    on_path(good_site)
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    rows = {c.name: c for c in plugins.survey()}
+    assert rows["virtual"].probe.reason.startswith("no process could be started to probe it: FileNotFoundError")
+    assert rows["cpu"].available
+
+
+def test_a_distribution_seen_twice_is_no_duplicate(good_site: Path, tmp_path: Path, on_path: Any) -> None:
+    source = backend_source("virtual")
+    on_path(good_site, install(tmp_path, [Plugin("virtual", source, "vendor.virtual", "0.9")]))
+    assert plugins.choose("virtual").candidate.version in ("1.0", "0.9")  # the first on the path, as for imports
+
+
+def test_the_good_source_is_what_the_broken_ones_change() -> None:
+    assert AVAILABLE in backend_source("virtual")

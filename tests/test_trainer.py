@@ -1,0 +1,202 @@
+"""The trainer as users run it: real processes, every data-parallel layout, kill and resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from accelbridge import Trainer
+from accelbridge.checkpoint.load import load
+from accelbridge.checkpoint.manifest import complete
+from tests import cli
+from tests.ranks import Rank, run_ranks
+
+Sections = dict[str, dict[str, Any]]
+Steps = dict[int, dict[str, Any]]
+
+ONE: dict[str, Sections] = {"reference": {}}
+TWO: dict[str, Sections] = {
+    "replicate 2": {"parallel": {"dp_replicate": 2}},
+    "ZeRO 1": {"parallel": {"zero": 1}},
+    "ZeRO 2": {"parallel": {"zero": 2}},
+    "ZeRO 3": {"parallel": {"zero": 3}},
+    "ZeRO 1, accumulating": {"parallel": {"zero": 1}, "train": {"microbatch_size": 1}},
+    "ZeRO 2, accumulating": {"parallel": {"zero": 2}, "train": {"microbatch_size": 1}},
+    "ZeRO 3, accumulating": {"parallel": {"zero": 3}, "train": {"microbatch_size": 1}},
+    "collectives checked": {"parallel": {"check_collectives": True}},
+    "bfloat16": {"precision": {"compute": "bf16"}},
+}
+FOUR: dict[str, Sections] = {"hybrid 2x2": {"parallel": {"dp_replicate": 2, "dp_shard": 2}}}
+FLOAT32 = [name for name in (*TWO, *FOUR) if name != "bfloat16"]
+TOLERANCE = 1e-5
+"""Relative, over 20 float32 steps: layouts differ only in the order of sums."""
+
+
+def train_all(ctx: Rank, folder: Path, store: Path, runs: dict[str, Sections]) -> None:
+    """One rank of several runs, one after the other in the same processes."""
+    os.environ |= {
+        "RANK": str(ctx.rank),
+        "LOCAL_RANK": str(ctx.rank),
+        "WORLD_SIZE": str(ctx.size),
+        "LOCAL_WORLD_SIZE": str(ctx.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ctx.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
+    for name, sections in runs.items():
+        os.environ["TORCHELASTIC_RUN_ID"] = name
+        Trainer(cli.recipe(folder / name, store, **sections)).fit()
+
+
+def train(path: Path, store: Path, nproc: int = 1, **sections: Any) -> Steps:
+    """Train a small recipe to its end through the command line and return its step lines."""
+    recipe = cli.write_recipe(path, store, **sections)
+    done = cli.run("train", str(recipe), "--nproc", str(nproc))
+    assert done.returncode == 0, done.stderr
+    return cli.steps_of(path.parent / f"run-{path.stem}")
+
+
+def close(ours: Steps, theirs: Steps, tolerance: float = TOLERANCE) -> None:
+    """Losses and gradient norms of all steps within ``tolerance``, relative."""
+    assert ours.keys() == theirs.keys()
+    for step, line in ours.items():
+        for value in ("loss", "grad_norm"):
+            assert line[value] == pytest.approx(theirs[step][value], rel=tolerance), f"step {step} {value}"
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole."""
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(checkpoint, state, None)
+    return state
+
+
+def same_bits(ours: Path, theirs: Path) -> None:
+    a, b = tensors(ours), tensors(theirs)
+    assert a.keys() == b.keys()
+    assert any(name.startswith("optimizer.") for name in a)
+    assert any(name.startswith("rng.") for name in a)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> dict[str, Steps]:
+    """20 steps of the same recipe in every layout."""
+    folder = tmp_path_factory.mktemp("runs")
+    for size, group in ((1, ONE), (2, TWO), (4, FOUR)):
+        run_ranks(train_all, size, folder, store, group, timeout=240)
+    return {name: cli.steps_of(folder / name) for name in (*ONE, *TWO, *FOUR)}
+
+
+def test_loss_falls(runs: dict[str, Steps]) -> None:
+    assert runs["reference"][20]["loss"] < runs["reference"][1]["loss"] - 1.0
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_layouts_agree(name: str, runs: dict[str, Steps]) -> None:
+    close(runs[name], runs["reference"])
+
+
+def test_bfloat16_compute_follows_float32(runs: dict[str, Steps]) -> None:
+    low, full = runs["bfloat16"], runs["reference"]
+    # Roundings of 2**-8 in a handful of layers: the first step shows their size, later ones how they add up.
+    assert low[1]["grad_norm"] == pytest.approx(full[1]["grad_norm"], rel=0.01)
+    for step, line in low.items():
+        assert line["loss"] == pytest.approx(full[step]["loss"], rel=0.01), f"step {step}"
+    assert runs["bfloat16"][20]["loss"] != runs["reference"][20]["loss"]
+
+
+def test_kill_and_resume_is_bitwise(tmp_path: Path, store: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 60, "microbatch_size": 2},
+        "checkpoint": {"interval": 20, "keep": 9},
+    }
+    straight = train(tmp_path / "straight.yaml", store, 2, **sections)
+
+    recipe = cli.write_recipe(tmp_path / "killed.yaml", store, **sections)
+    output = tmp_path / "run-killed"
+    running = cli.start("train", str(recipe), "--nproc", "2")
+    cli.wait_for(lambda: bool(complete(output / "checkpoints")), 60, "the first checkpoint")
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert not (output / "checkpoints" / "step_60").exists(), "the run ended before it could be killed"
+
+    done = cli.run("train", str(recipe), "--nproc", "2", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    resumed = cli.steps_of(output)
+    assert {s: line["loss"] for s, line in resumed.items()} == {s: line["loss"] for s, line in straight.items()}
+    same_bits(output / "checkpoints" / "step_60", tmp_path / "run-straight" / "checkpoints" / "step_60")
+
+
+def test_resume_on_another_layout(tmp_path: Path, store: Path, runs: dict[str, Steps]) -> None:
+    train(tmp_path / "moved.yaml", store, 2, checkpoint={"interval": 10, "keep": 5})
+    output = tmp_path / "run-moved"
+    cli.write_recipe(tmp_path / "moved.yaml", store, output={"dir": str(tmp_path / "elsewhere")})
+    done = cli.run(
+        "train",
+        str(tmp_path / "moved.yaml"),
+        "--nproc=4",
+        "--set=parallel.dp_replicate=2",
+        f"--resume={output / 'checkpoints' / 'step_10'}",
+    )
+    assert done.returncode == 0, done.stderr
+    moved = cli.steps_of(tmp_path / "elsewhere")
+    assert sorted(moved) == list(range(11, 21))
+    close(moved, {step: runs["reference"][step] for step in moved})
+
+
+def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path) -> None:
+    recipe = cli.write_recipe(tmp_path / "long.yaml", store, train={"steps": 5000}, metrics={"interval": 2})
+    output = tmp_path / "run-long"
+    running = cli.start("train", str(recipe), "--nproc", "2")
+    cli.wait_for(lambda: (output / "metrics.jsonl").exists() and len(cli.steps_of(output)) > 4, 60, "a few steps")
+    running.send_signal(signal.SIGTERM)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 75, out
+    assert "SIGTERM: checkpoint at step" in out
+    (saved,) = complete(output / "checkpoints")
+    assert saved.name == f"step_{max(cli.steps_of(output))}"
+
+
+def test_two_agents_on_one_host_are_two_nodes(tmp_path: Path, store: Path, runs: dict[str, Steps]) -> None:
+    recipe = cli.write_recipe(tmp_path / "nodes.yaml", store)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={node}", "-m", "accelbridge", "train", str(recipe)],
+            env=cli.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        outs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outs
+    close(cli.steps_of(tmp_path / "run-nodes"), runs["reference"])
