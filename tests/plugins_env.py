@@ -35,7 +35,7 @@ class Plugin:
 
     @property
     def module(self) -> str:
-        return self.project.replace("-", "_")
+        return self.project.replace("-", "_").replace(".", "_")
 
 
 def wheel(folder: Path, plugin: Plugin) -> Path:
@@ -114,7 +114,7 @@ def write_tokens(path: Path, vocab_size: int = 64) -> None:
 
 # ------------------------------------------------------------------------------------------------ a good backend
 
-_GOOD = '''
+_GOOD = """
 import sys, time, os, subprocess, threading
 from collections.abc import Mapping
 from functools import cached_property
@@ -183,7 +183,7 @@ def _named(collectives):
 @hookimpl
 def accelbridge_backend():
     {hook}
-'''
+"""
 
 AVAILABLE = 'return Probe(True, "1 virtual chip", (DeviceInfo(0, "virtual1"),), software={"virtual": "3.2"})'
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+STARTED = b"started"
 START_S = 120.0
 """How long a process may take to import what it needs, which a busy machine can make long."""
 GRACE_S = 8.0
@@ -76,16 +77,17 @@ def _child(fn: Callable[..., Any], ctx: Rank, args: tuple[Any, ...], env: Mappin
     os.environ.clear()  # a forked process has the environment of when the server started
     os.environ.update(env)
     torch.set_num_threads(1)
-    pipe.send_bytes(b"started")
+    pipe.send_bytes(STARTED)
     faulthandler.dump_traceback_later(max(ctx.timeout - 1, 1))  # to stderr: where a rank hung
     start = time.monotonic()
+    # Plain pickle: the one of multiprocessing would share tensors as file handles of a process that ends.
     try:
-        outcome = Outcome(ctx.rank, fn(ctx, *args), seconds=time.monotonic() - start)
+        value = fn(ctx, *args)
+        message = pickle.dumps(Outcome(ctx.rank, value, seconds=time.monotonic() - start))
     except BaseException as e:
         text, name = traceback.format_exc(), type(e).__name__
-        outcome = Outcome(ctx.rank, None, name, str(e), text, time.monotonic() - start)
-    # Plain pickle: the one of multiprocessing would share tensors as file handles of a process that ends.
-    pipe.send_bytes(pickle.dumps(outcome))
+        message = pickle.dumps(Outcome(ctx.rank, None, name, str(e), text, time.monotonic() - start))
+    pipe.send_bytes(message)
     pipe.close()
     os._exit(0)  # a group that has failed can block or abort while it is torn down
 
@@ -120,7 +122,7 @@ class _Children:
         while len(self.found) < len(self.pipes) and (left := deadline - time.monotonic()) > 0:
             ready = wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in self.found], left)
             for rank in [rank for rank, pipe in enumerate(self.pipes) if pipe in ready]:
-                if message := self.receive(rank):
+                if (message := self.receive(rank)) not in (b"", STARTED):
                     self.found[rank] = pickle.loads(message)
             if grace is not None and any(o.error for o in self.found.values()):
                 deadline = min(deadline, time.monotonic() + grace)

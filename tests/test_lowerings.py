@@ -14,6 +14,8 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -680,6 +682,61 @@ class Lone:
 
     def issue(self, call: Call) -> Any:
         raise AssertionError("no traffic expected")
+
+
+class Coalescing:
+    """An inner group as NCCL's is: what is called between start and end runs at the end."""
+
+    def __init__(self) -> None:
+        self.pending: list[Tensor] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        self.pending += tensors
+        return _Instant()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        assert not self.pending
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        for tensor in self.pending:
+            tensor.mul_(2)  # the other rank holds the same
+        return _Instant()
+
+
+class _Instant(dist.Work):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def test_results_come_back_after_the_end_of_coalescing() -> None:
+    request = SimpleNamespace(
+        store=dist.HashStore(),
+        group_rank=0,
+        group_size=2,
+        global_ranks_in_group=[],
+        group_id="g",
+        timeout=timedelta(1),
+    )
+    inner: Any = Coalescing()
+    group = InterposedGroup("any", request, inner, CPU_LOWERINGS, check=False)
+    x, device = torch.ones(3).bfloat16(), torch.device("cpu")
+    group._start_coalescing(device)
+    group.allreduce(x).wait()
+    assert [t.dtype for t in inner.pending] == [torch.float32]
+    assert x.tolist() == [1, 1, 1]
+    work = group._end_coalescing(device)
+    work.wait()
+    work.wait()
+    assert x.tolist() == [2, 2, 2]
 
 
 def test_overlapping_output_that_cannot_hold_the_result() -> None:

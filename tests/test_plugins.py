@@ -14,7 +14,8 @@ import pytest
 
 from accelbridge import plugins
 from accelbridge.errors import BackendError, ConfigError
-from tests.plugins_env import AVAILABLE, Plugin, backend_source, install, refusal, run_cli, write_tokens
+from accelbridge.plugins import Candidate
+from tests.plugins_env import Plugin, backend_source, install, refusal, run_cli, write_tokens
 
 RECIPE = """\
 model: {vocab_size: 64, dim: 32, layers: 1, heads: 2}
@@ -52,7 +53,7 @@ BROKEN = [
     broken("hooksignature", r"failed to load: PluginValidationError", changes=(
         "@hookimpl(specname='accelbridge_backend')\ndef other(unknown): return Made")),
     # ---- class
-    broken("abstract", r"Half lacks capabilities, collectives, probe", changes=(
+    broken("abstract", r"Half lacks capabilities, .*probe; its author adds them", changes=(
         "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'"), hook="return Half"),
     broken("othername", r'entry point "othername" returned a backend named .different.', changes=(
         "Made.name = 'different'")),
@@ -115,6 +116,15 @@ def listing(broken_site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="session")
+def surveyed(broken_site: Path) -> list[Candidate]:
+    """What the same environment looks like from within a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(plugins.PROBE_SECONDS_ENVIRONMENT, "60")
+        patch.syspath_prepend(str(broken_site))
+        return plugins.survey()
 
 
 @pytest.fixture(scope="session")
@@ -183,13 +193,23 @@ def test_unreadable_entry_points_name_their_distribution(tmp_path: Path, on_path
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_a_broken_plugin_stops_whoever_asks_for_it(name: str, broken_site: Path, on_path: Any) -> None:
-    on_path(broken_site)
+def test_a_broken_plugin_stops_whoever_asks_for_it(
+    name: str, surveyed: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "survey", lambda names: [c for c in surveyed if c.name in names])
     with pytest.raises(BackendError) as caught:
         plugins.choose(name)
     message = str(caught.value)
     assert message.startswith(f'backend "{name}" asked by argument; it cannot be used here: ')
     assert re.search(OUTCOMES[name].strip("^$"), message), message
+
+
+@pytest.mark.parametrize("name", ["quits", "hooknothing", "tooold", "proberaises", "probesoftware", "twin"])
+def test_asking_probes_the_broken_plugin_alone(name: str, broken_site: Path, on_path: Any) -> None:
+    on_path(broken_site)
+    with pytest.raises(BackendError) as caught:
+        plugins.choose(name)
+    assert re.search(OUTCOMES[name].strip("^$"), str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -201,21 +221,23 @@ def test_train_refuses_a_broken_plugin(name: str, how: str, broken_site: Path, t
     recipe.write_text(RECIPE + (f"backend: {{name: {name}}}\n" if how == "recipe" else ""))
     arguments = ["--backend", name] if how == "argument" else []
     env = {"ACCELBRIDGE_BACKEND": name} if how == "environment" else {}
-    message = refusal(
-        run_cli("train", str(recipe), *arguments, sites=[broken_site], cwd=tmp_path, env=env)
-    )
+    message = refusal(run_cli("train", str(recipe), *arguments, sites=[broken_site], cwd=tmp_path, env=env))
     by = {"argument": "argument", "environment": "ACCELBRIDGE_BACKEND", "recipe": "recipe (backend.name)"}[how]
     assert f'backend "{name}" asked by {by}; it cannot be used here: ' in message
     assert re.search(OUTCOMES[name].strip("^$"), message)
     assert not (tmp_path / "runs").exists()
 
 
-def test_automatic_choice_passes_over_the_broken_ones(broken_site: Path, on_path: Any) -> None:
-    on_path(broken_site)
+def test_automatic_choice_passes_over_the_broken_ones(
+    surveyed: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [name for name in sys.modules if name.startswith("vendor_")]  # a survey imports none here
+    assert {c.name for c in surveyed} == {*OUTCOMES, "cpu"}
+    monkeypatch.delenv(plugins.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(plugins, "survey", lambda _: surveyed)
     selection = plugins.choose()
     assert (selection.backend.name, selection.selected_by) == ("cpu", "automatic")
-    assert {c.name for c in selection.candidates} >= {*OUTCOMES, "cpu"}
-    assert not [name for name in sys.modules if name.startswith("vendor_")]  # none was imported here
+    assert len(selection.candidates) == len(surveyed)
 
 
 def test_a_second_cpu_is_a_duplicate(tmp_path: Path, on_path: Any) -> None:
@@ -236,9 +258,7 @@ def hanging_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plugins that never finish, in every way."""
     folder = tmp_path_factory.mktemp("hanging")
     pid = folder / "grandchild"
-    tool = (
-        f'tool = subprocess.Popen(["sleep", "300"]); open({str(pid)!r}, "w").write(str(tool.pid)); tool.wait()'
-    )
+    tool = f'tool = subprocess.Popen(["sleep", "300"]); open({str(pid)!r}, "w").write(str(tool.pid)); tool.wait()'
     stubborn = "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
     return install(
         folder,
@@ -439,10 +459,6 @@ def test_a_child_that_cannot_start_is_a_reason(good_site: Path, on_path: Any, mo
 
 
 def test_a_distribution_seen_twice_is_no_duplicate(good_site: Path, tmp_path: Path, on_path: Any) -> None:
-    source = backend_source("virtual")
-    on_path(good_site, install(tmp_path, [Plugin("virtual", source, "vendor.virtual", "0.9")]))
-    assert plugins.choose("virtual").candidate.version in ("1.0", "0.9")  # the first on the path, as for imports
-
-
-def test_the_good_source_is_what_the_broken_ones_change() -> None:
-    assert AVAILABLE in backend_source("virtual")
+    again = Plugin("virtual", backend_source("virtual"), "vendor.virtual", "0.9", "vendor_virtual")
+    on_path(good_site, install(tmp_path, [again]))
+    assert plugins.choose("virtual").candidate.version == "0.9"  # the first on the path, as for imports

@@ -158,7 +158,7 @@ class Guard:
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, group: str = "") -> None:
         self._store, self._rank, self._ranks, self._group = store, rank, list(ranks), group
-        self._timeout = timeout
+        self.timeout = timeout
         self._count = 0
         self._lock = threading.Lock()
 
@@ -187,7 +187,7 @@ class Guard:
         return prints
 
     def _until(self, arrived: Callable[[], bool], mine: dict[str, Any], keys: list[str]) -> None:
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout.total_seconds()
         pause = 0.0002
         while not arrived():
             if self._store.check([_FAILED]):
@@ -209,7 +209,7 @@ class Guard:
         absent = [r for r in self._ranks if r not in here]
         return (
             f"asked: {self._title()}, {_describe(mine)}\n"
-            f"found: after {self._timeout.total_seconds():g} s {_ranks(here)} called it, "
+            f"found: after {self.timeout.total_seconds():g} s {_ranks(here)} called it, "
             f"{_ranks(absent)} made no call\n"
             f"do: see what {_ranks(absent)} did instead; this group takes no more calls"
         )

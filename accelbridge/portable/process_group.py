@@ -61,17 +61,19 @@ def _make_backend(name: str, request: Any, options: Any) -> Any:
     if cls is None:
         raise ValueError(f"this build of torch has no process group {name!r}")
     place = (request.store, request.group_rank, request.group_size)
-    backend = None
-    if options is None:
-        try:
-            backend = cls(*place, timeout=request.timeout)
-        except TypeError:  # no such form: this class takes its time limit in an options object
-            options = cls.Options()
-    if backend is None and options is not None:
-        options._timeout = request.timeout
-        backend = cls(*place, options)
+    backend = _construct(cls, place, request.timeout, options)
     backend.options.global_ranks_in_group = list(request.global_ranks_in_group)
     return backend
+
+
+def _construct(cls: Any, place: tuple[Any, int, int], timeout: timedelta, options: Any) -> Any:
+    if options is None:
+        try:
+            return cls(*place, timeout=timeout)
+        except TypeError:  # no such form: this class takes its time limit in an options object
+            options = cls.Options()
+    options._timeout = timeout
+    return cls(*place, options)
 
 
 def devices_of(config: str) -> dict[str, str]:
@@ -226,7 +228,7 @@ class InterposedGroup(dist.ProcessGroup):
         self._backend_name = name
         self._inner = _Inner(inner)
         self._rewrites = select(lowerings)
-        self._coalesced: list[LoweredWork] | None = None
+        self._coalesced: list[tuple[list[Finish], list[Tensor]]] | None = None
         ranks = list(request.global_ranks_in_group) or list(range(request.group_size))
         store = dist.PrefixStore("guard/", request.store)
         self._guard = Guard(store, request.group_rank, ranks, request.timeout, request.group_id) if check else None
@@ -241,10 +243,11 @@ class InterposedGroup(dist.ProcessGroup):
         work = self._inner.issue(plan.call)
         if not plan.finish:
             return work
-        lowered = LoweredWork(work, plan.finish, list(flatten(call.outputs)))
-        if self._coalesced is not None:
-            self._coalesced.append(lowered)
-        return lowered
+        outputs = list(flatten(call.outputs))
+        if self._coalesced is None:
+            return LoweredWork(work, plan.finish, outputs)
+        self._coalesced.append((plan.finish, outputs))
+        return work
 
     # ---- collectives, in the order of c10d's ProcessGroup.hpp
 
@@ -328,7 +331,7 @@ class InterposedGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ---- coalescing: the inner works complete at its end, so their results are brought back after it
+    # ---- coalescing: calls within it run at its end, so all their results are brought back after that
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._inner.group._start_coalescing(device)
@@ -337,8 +340,10 @@ class InterposedGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         lowered, self._coalesced = self._coalesced or [], None
         work = self._inner.group._end_coalescing(device)
-        outputs = [t for one in lowered for t in one._outputs]
-        return LoweredWork(work, [f for one in lowered for f in one._finish], outputs) if lowered else work
+        if not lowered:
+            return work
+        finish = [step for steps, _ in lowered for step in steps]
+        return LoweredWork(work, finish, [t for _, outputs in lowered for t in outputs])
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # torch after 2.13
 
@@ -381,6 +386,8 @@ class InterposedGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._inner.group.set_timeout(timeout)
+        if self._guard is not None:
+            self._guard.timeout = timeout
 
     def abort(self) -> None:
         self._inner.group.abort()

@@ -156,7 +156,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = MetricsConfig()
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
 
     @model_validator(mode="after")

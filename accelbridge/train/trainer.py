@@ -76,7 +76,8 @@ class Trainer:
         backend: name of a backend; wins over ``ACCELBRIDGE_BACKEND`` and the recipe.
         resume: "none", "auto" (newest complete checkpoint of ``output.dir``, if any) or a checkpoint's path.
 
-    Raises an AccelbridgeError at once for anything that cannot work; nothing has been started then.
+    Raises an AccelbridgeError at once for anything that cannot work; nothing has been started then. :meth:`fit`
+    closes the trainer; to call :meth:`evaluate` alone, use it as a context manager.
     """
 
     def __init__(
@@ -107,13 +108,15 @@ class Trainer:
         self._train = data if data is not None else _packed(self.prepared, "train")
         self._validation = validation if validation is not None else _packed(self.prepared, "validation")
         self._resources = ExitStack()
-        self._ready = False
+        self._stops: list[Tensor] = []
+        """Whether any rank had been asked to stop, by step since the last read; on the device."""
+        self._ready = self._closed = False
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> Result:
-        """Train up to ``config.train.steps`` updates, or until SIGTERM; leave a checkpoint behind."""
-        with self._resources, StopOnSignal() as stop:
+        """Train up to ``config.train.steps`` updates, or until SIGTERM; leave a checkpoint behind, and close."""
+        with self, StopOnSignal() as stop:
             self.setup()
             steps = Prefetcher(self.loader, self.step, self.config.train.steps)
             self._resources.callback(steps.close)
@@ -142,10 +145,12 @@ class Trainer:
         # One reduction carries the step's target count and whether any rank was asked to stop.
         counts = torch.stack([sum_of(self.loss.count(batch) for batch in batches), self._flag(stop)])
         targets, stops = execution.sum(counts).unbind()
+        self._stops.append(stops)
         total = torch.zeros_like(targets)
+        divisor = targets.clamp(min=1)  # a step without a single target has loss 0, not NaN
         for index, batch in enumerate(batches):
             with execution.microbatch(model, index, len(batches)):
-                loss = self.loss(model, batch) / targets
+                loss = self.loss(model, batch) / divisor
                 loss.backward()
             total += loss.detach()
         rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
@@ -155,7 +160,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = execution.sum(total)
         execution.end_step()
-        return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate, "stop": stops}
+        return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate}
 
     def evaluate(self) -> float | None:
         """Mean loss per target over the validation data, in nats; None where there is none."""
@@ -168,19 +173,33 @@ class Trainer:
             self.execution.data_coordinates,
             self.prepared.layout.data_parallel,
         )
-        totals = torch.zeros(2, dtype=torch.float64, device=self.execution.device)
+        totals: list[Tensor] = []
         with self.execution.evaluation(self.model):
             for batch in batches:
                 placed = self.execution.place(batch)
-                totals += torch.stack([self.loss(self.model, placed), self.loss.count(placed)])
+                totals.append(torch.stack([self.loss(self.model, placed), self.loss.count(placed)]))
                 self.execution.end_step()
-        loss, count = self.execution.sum(totals).tolist()
+        # One reduction over a tree of float32 sums: not every device has float64.
+        loss, count = self.execution.sum(torch.stack(totals).sum(0)).tolist()
         return loss / count
+
+    def close(self) -> None:
+        """Finish the pending checkpoint, close the files and leave the groups. Safe to call again."""
+        self._closed = True
+        self._resources.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --------------------------------------------------------------------------------------------------- set-up
 
     def setup(self) -> None:
         """Agree, start, build, shard, resume: everything before the first step. Safe to call again."""
+        if self._closed:
+            raise ConfigError("this Trainer has been closed, as fit() does at its end; make a new one")
         if self._ready:
             return
         prepared, config, world = self.prepared, self.config, self.prepared.world
@@ -298,7 +317,9 @@ class Trainer:
         """Read the pending values; all ranks read the same ones, so they decide the same."""
         lines = self.metrics.flush()
         self.progress.update(lines[-1])
-        return lines[-1], any(line["stop"] for line in lines)
+        stopped = bool(torch.stack(self._stops).any())
+        self._stops.clear()
+        return lines[-1], stopped
 
     def _evaluate_if_due(self, stopped: bool) -> float | None:
         if stopped or not self._evaluation_due():
