@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from accelbridge.checkpoint.manifest import complete
 from accelbridge.data.store import TokenStore
@@ -94,7 +94,7 @@ def build_corpus(out: Path) -> None:
 def train_until_killed(command: list[str], output: Path) -> None:
     """Start training and SIGKILL every process of it shortly after a checkpoint is there."""
     say("training, to be killed after its second checkpoint")
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command)
     try:
         while process.poll() is None and len(complete(output / "checkpoints")) < 2:
             time.sleep(0.1)
@@ -103,7 +103,9 @@ def train_until_killed(command: list[str], output: Path) -> None:
         time.sleep(0.5)  # somewhere in a later step
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            root = psutil.Process(process.pid)
+            for victim in [*root.children(recursive=True), root]:
+                victim.kill()
         process.wait()
     say(f"killed; complete checkpoints: {', '.join(p.name for p in complete(output / 'checkpoints'))}")
 

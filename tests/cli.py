@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ACCELBRIDGE = [sys.executable, "-m", "accelbridge"]
 TINY_MODEL = {"vocab_size": 257, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
@@ -46,6 +49,15 @@ def start(*args: str, **env: str) -> subprocess.Popen[str]:
         env=environment(**env),
         start_new_session=True,
     )
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a launcher and all its ranks (which an agent puts into sessions of their own)."""
+    root = psutil.Process(process.pid)
+    for victim in [*root.children(recursive=True), root]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.wait()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:

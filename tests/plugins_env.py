@@ -146,7 +146,8 @@ class Made(Backend):
 
     @classmethod
     def capabilities(cls, chip, software):
-        table = {{(op, "float32", ""): FULL for op in OPS}}
+        table = {{(op, "float32", ""): FULL for op in (*OPS, "all_gather")}}
+        table |= {{(op, "float32", "sum"): FULL for op in ("all_reduce", "reduce_scatter")}}
         return Capabilities(Chip(chip), table)
 
     @cached_property

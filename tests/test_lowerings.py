@@ -577,14 +577,14 @@ def run_checks(ctx: Rank, names: list[str]) -> dict[str, str]:
             CHECKS[name](ctx.rank, ctx.size)
         except Exception:
             failed[name] = traceback.format_exc(limit=-2)
-        dist.barrier()
     return failed
 
 
 def raw_and_lowered(ctx: Rank) -> tuple[dict[str, str], dict[str, str]]:
     with world(ctx, TorchCollectives("gloo")):
         assert not isinstance(dist.group.WORLD, InterposedGroup)
-        raw = run_checks(ctx, sorted(RAW_FAILS))
+        # float8 last: gloo's barrier raises the error of an earlier call again while that is still queued
+        raw = run_checks(ctx, sorted(RAW_FAILS, key=lambda name: name == "float8_moves"))
     with world(ctx, CpuCollectives()):
         assert isinstance(dist.group.WORLD, InterposedGroup)
         return raw, run_checks(ctx, list(CHECKS))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -134,8 +135,7 @@ def test_kill_and_resume_is_bitwise(tmp_path: Path, store: Path) -> None:
     output = tmp_path / "run-killed"
     running = cli.start("train", str(recipe), "--nproc", "2")
     cli.wait_for(lambda: bool(complete(output / "checkpoints")), 60, "the first checkpoint")
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
+    cli.kill_tree(running)
     assert not (output / "checkpoints" / "step_60").exists(), "the run ended before it could be killed"
 
     done = cli.run("train", str(recipe), "--nproc", "2", "--resume", "auto")
@@ -174,6 +174,21 @@ def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path)
     assert "SIGTERM: checkpoint at step" in out
     (saved,) = complete(output / "checkpoints")
     assert saved.name == f"step_{max(cli.steps_of(output))}"
+
+
+def test_ranks_leave_with_a_killed_launcher_and_others_wait_for_them(tmp_path: Path, store: Path) -> None:
+    recipe = cli.write_recipe(tmp_path / "orphans.yaml", store, train={"steps": 100_000})
+    output = tmp_path / "run-orphans"
+    running = cli.start("train", str(recipe), "--nproc", "2")
+    cli.wait_for(lambda: (output / "metrics.jsonl").exists() and bool(cli.steps_of(output)), 60, "a step")
+    ranks = psutil.Process(running.pid).children(recursive=True)
+    refused = cli.run("train", str(recipe), "--resume", "auto")
+    assert refused.returncode == 2, refused.stderr
+    assert "is writing a run there" in refused.stderr
+    running.kill()
+    running.wait()
+    assert len(ranks) >= 2
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
 
 
 def test_two_agents_on_one_host_are_two_nodes(tmp_path: Path, store: Path, runs: dict[str, Steps]) -> None:

@@ -16,7 +16,7 @@ from accelbridge.backend import World
 from accelbridge.errors import AccelbridgeError, ConfigError
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.prepare import Target, choose_target, prepare
-from accelbridge.train.stop import STOPPED_EXIT_CODE
+from accelbridge.train.stop import STOPPED_EXIT_CODE, leave_with_parent
 from accelbridge.train.world import BY_US, launched, world_from_environment
 
 
@@ -59,6 +59,8 @@ def _processes(target: Target, nproc: int | None) -> int:
 def _as_rank(config: TrainConfig, backend: str | None, resume: str) -> int:
     """Be one rank. A rank of ours reports an error through its error file; others print it themselves."""
     rank = world_from_environment().rank
+    if launcher := os.environ.get(BY_US):
+        leave_with_parent(int(launcher))
     try:
         from accelbridge.train.trainer import Trainer
 

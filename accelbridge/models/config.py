@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+import math
+from typing import Annotated
+
+from pydantic import AfterValidator, ValidationInfo, model_validator
 
 from accelbridge.config import Section
 
 _FFN_MULTIPLE = 64
 
 
+def _positive(value: float, info: ValidationInfo) -> float:
+    if not 0 < value < math.inf:  # not a number is neither
+        raise ValueError(f"{info.field_name} must be positive; found {value}; give a number above 0")
+    return value
+
+
+Count = Annotated[int, AfterValidator(_positive)]
+Number = Annotated[float, AfterValidator(_positive)]
+
+
 class ModelConfig(Section):
     """A Llama-type decoder: RMSNorm before each block, rotary positions, grouped heads, SwiGLU."""
 
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int | None = None
+    vocab_size: Count
+    dim: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count | None = None
     """Key/value heads; default: as many as ``heads``."""
-    head_dim: int | None = None
+    head_dim: Count | None = None
     """Default: ``dim // heads``."""
-    ffn_dim: int | None = None
+    ffn_dim: Count | None = None
     """Default: 8/3 of ``dim``, rounded up to a multiple of 64."""
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    window: int | None = None
+    rope_theta: Number = 10000.0
+    norm_eps: Number = 1e-5
+    window: Count | None = None
     """Sliding window: a token sees itself and at most ``window - 1`` before it."""
-    softcap: float | None = None
+    softcap: Number | None = None
     """Attention scores are capped smoothly to +-``softcap``."""
     tie_embeddings: bool = False
     """The output projection is the embedding's parameter."""
-
-    @model_validator(mode="after")
-    def _positive(self) -> ModelConfig:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
-                raise ValueError(f"{name} must be positive; found {value}")
-        return self
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

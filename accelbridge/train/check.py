@@ -16,8 +16,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, capabilities: Capa
     if dp_shard == "auto":
         if world_size % rest:
             raise ConfigError(
-                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {world_size} "
-                f"device{'s' * (world_size > 1)}, not a multiple of {rest}; change --nproc or the degrees"
+                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {_devices(world_size)}, "
+                f"not a multiple of {rest}; set --nproc to one, or another degree"
             )
         dp_shard = world_size // rest
     layout = Layout(
@@ -32,10 +32,14 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, capabilities: Capa
     )
     if layout.size != world_size:
         raise ConfigError(
-            f"layout {layout.describe()} asked, which takes {layout.size} devices; the run has {world_size}; "
-            f"set --nproc {layout.size}, or parallel.dp_shard: auto"
+            f"parallel.dp_replicate {layout.dp_replicate} x parallel.dp_shard {layout.dp_shard} asked, which takes "
+            f"{_devices(layout.size)}; the run has {world_size}; set --nproc {layout.size}, or parallel.dp_shard: auto"
         )
     return layout
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
 
 
 def _supported_axes(parallel: ParallelConfig, capabilities: Capabilities) -> None:

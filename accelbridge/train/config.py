@@ -11,15 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
 from accelbridge.models.config import ModelConfig
 from accelbridge.train.metrics_config import MetricsConfig
+from accelbridge.train.places import Places
 
-Positive = Annotated[int, Field(gt=0)]
-Degree = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Degree = Annotated[int, Field(ge=1, lt=2**31)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
+"""At most 30 days: what takes a number of seconds turns far greater ones into an overflow."""
 ComputeDtype = Annotated[Literal["float32", "bfloat16", "float16"], SpelledDtype]
 WideDtype = Annotated[Literal["float32", "bfloat16"], SpelledDtype]
 Place = Literal["device", "host", "nvme"]
@@ -47,7 +52,7 @@ class ParallelConfig(Section):
     """Copies of the model; gradients are summed across them."""
     dp_shard: Degree | Literal["auto"] = "auto"
     """Devices that share one copy; ``auto`` takes what the other axes leave."""
-    zero: Literal[1, 2, 3] = 3
+    zero: Annotated[int, Field(ge=1, le=3)] = 3
     """What ``dp_shard`` splits: 1 optimizer state, 2 also gradients, 3 also parameters."""
     tp: Degree = 1
     """Tensor parallel."""
@@ -59,9 +64,9 @@ class ParallelConfig(Section):
     """Pipeline parallel."""
     ep: Degree = 1
     """Expert parallel."""
-    timeout: Annotated[float, Field(gt=0)] = 300.0
+    timeout: Seconds = 300.0
     """Seconds that a collective may take."""
-    agreement_timeout: Annotated[float, Field(gt=0)] = 60.0
+    agreement_timeout: Seconds = 60.0
     """Seconds to wait for every rank to state its plan."""
     check_collectives: bool = False
     """Debugging: compare every collective across ranks before it runs, and name the call sites that differ."""
@@ -95,16 +100,16 @@ class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with warm-up and a schedule. Vectors are not decayed."""
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    eps: PositiveNumber = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    clip_norm: PositiveNumber | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Count = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the cosine, as a share of the peak."""
 
@@ -114,7 +119,7 @@ class TrainSection(Section):
 
     steps: Positive = 1000
     """Optimizer updates in all."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Count = 0
     global_batch_size: Positive = 8
     """Sequences per optimizer update, over all devices."""
     microbatch_size: Positive | None = None
@@ -123,14 +128,14 @@ class TrainSection(Section):
     """Tokens per sequence."""
     deterministic: bool = False
     """Same layout and backend give the same bits (always so on the CPU)."""
-    eval_interval: Annotated[int, Field(ge=0)] = 0
+    eval_interval: Count = 0
     """Steps between evaluations on ``data.validation``; 0: only at the end."""
 
 
 class CheckpointConfig(Section):
     """When state is saved and how much of it is kept."""
 
-    interval: Annotated[int, Field(ge=0)] = 0
+    interval: Count = 0
     """Steps between checkpoints; 0: only at the end and on SIGTERM."""
     keep: Positive = 3
     """Newest complete checkpoints to keep."""
@@ -141,7 +146,7 @@ class CheckpointConfig(Section):
 class OutputConfig(Section):
     """Where a run writes."""
 
-    dir: str = "runs/default"
+    dir: Annotated[str, Field(min_length=1)] = "runs/default"
 
 
 class TrainConfig(Section):
@@ -158,13 +163,24 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    @property
+    def places(self) -> Places:
+        """Where each setting was written, if this was read from a recipe."""
+        return self._places
+
+    def placed(self, places: Places) -> TrainConfig:
+        """This config, which remembers ``places``."""
+        self._places = places
+        return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
         if self.optimizer.warmup_steps >= self.train.steps:
             raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} asked; train.steps is {self.train.steps}; "
-                "make the warm-up shorter than the run"
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} asked; train.steps is {self.train.steps}, and "
+                "the warm-up ends before the run; set fewer warm-up steps or more steps"
             )
         return self
 

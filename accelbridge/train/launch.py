@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
 from accelbridge.train.stop import STOPPED_EXIT_CODE
-from accelbridge.train.world import BY_US
+from accelbridge.train.world import BY_US, apply_environment
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS = "accelbridge-loopback"
@@ -82,7 +82,8 @@ class _Loopback(RendezvousHandler):
 def launch(command: Sequence[str], count: int, collectives: Collectives, port: int | None) -> int:
     """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run."""
     listener = _listen(port)
-    _environment(collectives, count)
+    os.environ[BY_US] = str(os.getpid())
+    apply_environment(collectives, World(size=count, local_size=count))
     rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Loopback(listener, 300.0))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say below
     config = LaunchConfig(
@@ -115,14 +116,6 @@ def _listen(port: int | None) -> socket.socket:
             f"--port {port} asked; {error.strerror}; choose another port, or leave --port away for a free one"
         ) from error
     return listener
-
-
-def _environment(collectives: Collectives, count: int) -> None:
-    """Variables that the ranks inherit; what the user has set wins."""
-    os.environ[BY_US] = "1"
-    wanted = collectives.environment(World(size=count, local_size=count))
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
 
 
 def _failed(error: ChildFailedError) -> int:

@@ -28,6 +28,7 @@ from accelbridge.train.config import TrainConfig
 from accelbridge.train.metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
+SPLITS = ("train", "validation")
 PER_PROCESS = ("output", "metrics")
 """Sections in which ranks may differ; everything else of a recipe is part of the contract."""
 
@@ -85,8 +86,9 @@ class Provided:
 
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
     """Choose and instantiate the backend of ``config``, and ask what it can do here."""
-    selection = choose(argument, config.backend.name, everything=everything)
-    backend = instantiate(selection, config.backend.options)
+    with config.places.pointing():
+        selection = choose(argument, config.backend.name, everything=everything)
+        backend = instantiate(selection, config.backend.options)
     probe = selection.probe
     chip = probe.devices[0].chip if probe.devices else "unknown"
     return Target(selection, backend, backend.capabilities(chip, probe.software))
@@ -99,41 +101,58 @@ def prepare(
     backend: str | None = None,
     resume: str | Path = "none",
     provided: Provided | None = None,
-    everything: bool = False,
+    target: Target | None = None,
     writes: bool = True,
 ) -> Prepared:
     """Check everything and resolve the plan. Raises the matching AccelbridgeError for the first problem.
 
     ``resume`` is "none", "auto" (the newest complete checkpoint of ``output.dir``, if any) or a path.
-    ``everything`` lists all backends in the plan; ``writes`` False leaves ``output.dir`` alone (explain).
+    ``target`` is what :func:`choose_target` returned before, if it was asked. ``writes`` False is for explain:
+    it leaves ``output.dir`` alone, and data that isn't there yet is only noted.
     """
-    provided = provided or Provided()
-    target = choose_target(config, backend, everything=everything)
+    with config.places.pointing():
+        return _prepare(
+            config, world, target or choose_target(config, backend), resume, provided or Provided(), writes
+        )
+
+
+def _prepare(
+    config: TrainConfig, world: World, target: Target, resume: str | Path, provided: Provided, writes: bool
+) -> Prepared:
     check_settings(config, target.capabilities)
     layout = resolve_layout(config.parallel, world.size, target.capabilities)
     size, count = accumulation_steps(config.train, layout)
     if config.model is None and not provided.model:
-        raise ConfigError("model is missing from the recipe; add the section, or pass Trainer(config, model=...)")
+        raise ConfigError(
+            f"model is missing from {config.places.source}; add the section, or pass Trainer(config, model=...)"
+        )
     if writes and config.data.train is None and not provided.data:
         raise ConfigError(
-            "data.train is missing from the recipe; give the path of a token store ('accelbridge data build')"
+            f"data.train is missing from {config.places.source}; give the path of a token store "
+            "('accelbridge data build')"
         )
-    train, validation = (open_store(config, split) for split in ("train", "validation"))
+    if not writes:
+        config, provided = _without_absent_data(config, provided)
+    train, validation = (open_store(config, split) for split in SPLITS)
+    output = Path(config.output.dir)
+    if writes and str(resume) == "none":
+        _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
+    plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
     if writes:
-        check_output(Path(config.output.dir), fresh=str(resume) == "none")
-    return Prepared(
-        config,
-        world,
-        target,
-        layout,
-        size,
-        count,
-        train,
-        validation,
-        resumed,
-        plan=_plan(config, world, target, layout, (train, validation), resumed, provided),
-    )
+        _make_writable(output)  # last: whatever else is wrong leaves no folder behind
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan)
+
+
+def _without_absent_data(config: TrainConfig, provided: Provided) -> tuple[TrainConfig, Provided]:
+    """A plan can be explained before its data is built; its digest then is not yet the run's."""
+    paths = {split: getattr(config.data, split) for split in SPLITS}
+    absent = {split: path for split, path in paths.items() if path is not None and not os.path.lexists(path)}
+    if not absent:
+        return config, provided
+    notes = [f"data.{split} {path} is not there yet: the digest is without it" for split, path in absent.items()]
+    data = config.data.model_copy(update=dict.fromkeys(absent))
+    return config.model_copy(update={"data": data}), replace(provided, notes=[*provided.notes, *notes])
 
 
 def open_store(config: TrainConfig, split: str) -> TokenStore | None:
@@ -141,7 +160,10 @@ def open_store(config: TrainConfig, split: str) -> TokenStore | None:
     path = getattr(config.data, split)
     if path is None:
         return None
-    store = TokenStore(path, verify=config.data.verify)
+    try:
+        store = TokenStore(path, verify=config.data.verify)
+    except (DataError, ValueError) as error:  # ValueError: a NUL in the path
+        raise DataError(f'data.{split} "{path}" asked; {error}') from error
     if config.model is not None and store.vocab_size > config.model.vocab_size:
         raise DataError(
             f"data.{split} {path} has a vocabulary of {store.vocab_size}; the model's is "
@@ -167,19 +189,36 @@ def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
         path = known[-1]
     else:
         path = Path(resume)
+        _is_checkpoint(path, known)
     manifest = manifests.read(path)
     _same_model(path, manifest, config)
     if manifest.step > config.train.steps:
         raise CheckpointError(
-            f"{path} is at step {manifest.step}; train.steps is {config.train.steps}; raise train.steps"
+            f"--resume {path} asked; it is at step {manifest.step}, and train.steps is {config.train.steps}; "
+            "raise train.steps"
         )
-    newer = [p.name for p in known if manifests.read(p).step > manifest.step]
+    newer = [p.name for p in known if _step(p) > manifest.step]
     if newer:
         raise CheckpointError(
-            f"{path} asked; {root} holds newer checkpoints ({', '.join(newer)}), which going on would replace; "
-            "set another output.dir, or --resume auto"
+            f"--resume {path} asked; {root} holds newer checkpoints ({', '.join(newer)}), which going on would "
+            "replace; set another output.dir, or --resume auto"
         )
     return Resume(path, manifest)
+
+
+def _step(checkpoint: Path) -> int:
+    """Read off the name, so that a damaged neighbour does not matter."""
+    return int(checkpoint.name.rpartition("_")[2])
+
+
+def _is_checkpoint(path: Path, known: Sequence[Path]) -> None:
+    """Refuse what is no checkpoint, with the ones that may have been meant."""
+    if (path / manifests.NAME).is_file():
+        return
+    meant = manifests.complete(path) or manifests.complete(path / CHECKPOINTS) or known
+    what = "it is no complete checkpoint" if path.exists() else "there is no such folder"
+    way_out = f"use {meant[-1]}" if meant else 'use a folder OUTPUT/checkpoints/step_N, "auto" or "none"'
+    raise CheckpointError(f"--resume {path} asked; {what} (it has no {manifests.NAME}); {way_out}")
 
 
 def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
@@ -189,21 +228,28 @@ def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
         return
     differ = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
     details = ", ".join(f"model.{k} is {theirs.get(k)} there, {ours.get(k)} here" for k in differ)
-    raise CheckpointError(f"{path} is a checkpoint of another model: {details}; resume with its own recipe")
+    raise CheckpointError(
+        f"--resume {path} asked; it is a checkpoint of another model: {details}; resume with its own recipe"
+    )
 
 
-def check_output(output: Path, *, fresh: bool) -> None:
-    """Refuse a folder that cannot be written and, for a ``fresh`` run, one that holds another run."""
+def _refuse_other_run(output: Path) -> None:
+    """A fresh run never goes where another one has written."""
     holds = [*manifests.complete(output / CHECKPOINTS), *output.glob(METRICS_FILE)]
-    if holds and fresh:
+    if holds:
         raise ConfigError(
-            f'output.dir "{output}" already holds a run ({holds[-1].name}); '
+            f'output.dir "{output}" asked; it already holds a run ({holds[-1].name}); '
             "continue it with --resume auto, or set another output.dir"
         )
+
+
+def _make_writable(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
             pass
+    except FileExistsError:
+        raise ConfigError(f'output.dir "{output}" asked; it is a file; set another output.dir') from None
     except OSError as error:
         raise ConfigError(
             f'output.dir "{output}" asked; it cannot be written: {error.strerror or error}; set another output.dir'

@@ -1,9 +1,11 @@
-"""Stopping on a signal: the handler only notes it; the run ends at a step that all ranks choose together."""
+"""Stopping: on SIGTERM at a step that all ranks choose together, and when the launcher is gone, at once."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -31,3 +33,17 @@ class StopOnSignal:
 
     def _note(self, _signal: int, _frame: FrameType | None) -> None:
         self.requested = True
+
+
+def leave_with_parent(parent: int, every_s: float = 0.5) -> None:
+    """End this process when ``parent`` has ended: a rank must not train on after its launcher was killed.
+
+    Elastic agents start ranks in sessions of their own, so a SIGKILL to the launcher's process group misses them.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_s)
+        os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to read an exit code
+
+    threading.Thread(target=watch, name="accelbridge-parent", daemon=True).start()

@@ -34,6 +34,7 @@ from accelbridge.data.loader import (
 from accelbridge.errors import ConfigError
 from accelbridge.train.build import build_model, check_equal, initialiser
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss
 from accelbridge.train.metrics import Metrics, RunFacts
@@ -42,7 +43,7 @@ from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, prepare
 from accelbridge.train.progress import make_progress
 from accelbridge.train.stop import StopOnSignal
 from accelbridge.train.uncovered import coverage_notes
-from accelbridge.train.world import connect, world_from_environment
+from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
 
@@ -204,6 +205,8 @@ class Trainer:
             return
         prepared, config, world = self.prepared, self.config, self.prepared.world
         self._resources.callback(RankLog(prepared.output, world.rank).close)
+        if world.rank == 0:
+            self._resources.callback(OutputLock(prepared.output).release)
         self._agree_and_start()
         self._show_plan()
         self._build()
@@ -227,11 +230,15 @@ class Trainer:
         prepared, parallel = self.prepared, self.config.parallel
         target, world = prepared.target, prepared.world
         self.execution: Execution = target.backend.execution
+        apply_environment(target.backend.collectives, world)
         store = connect(world, parallel.agreement_timeout)
         agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)
+        if self.config.train.deterministic:
+            self._resources.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(True)
 
     def _show_plan(self) -> None:
         from accelbridge.render import plan_text, write_plan

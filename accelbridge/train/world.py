@@ -6,14 +6,14 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from accelbridge.backend import World
+from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 BY_US = "ACCELBRIDGE_LAUNCHED"
-"""Set in the environment of ranks that 'accelbridge train' launched: it prints their errors, so they don't."""
+"""The launcher's process id, in the environment of ranks that 'accelbridge train' launched: it prints their errors, so they don't."""
 
 
 def launched() -> bool:
@@ -37,13 +37,19 @@ def world_from_environment() -> World:
         "local_size": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
     }
     values = {field: _integer(*candidates) for field, candidates in names.items()}
-    if values["size"] is None or values["rank"] is None:
-        raise ConfigError("RANK is set but WORLD_SIZE is not; start with torchrun or 'accelbridge train --nproc N'")
+    rank, size = values["rank"], values["size"]
+    local_rank, local_size = values["local_rank"] or 0, values["local_size"] or 1
+    if size is None or rank is None:
+        have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
+        raise ConfigError(f"{have} is set but {lack} is not; start with torchrun or 'accelbridge train --nproc N'")
+    _within("RANK", rank, "WORLD_SIZE", size)
+    _within("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", max(local_size, 1 + local_rank * (values["local_size"] is None)))
+    _meeting_point()
     return World(
-        rank=values["rank"],
-        size=values["size"],
-        local_rank=values["local_rank"] or 0,
-        local_size=values["local_size"] or 1,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
         run_id=os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run",
         restart=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
     )
@@ -57,6 +63,12 @@ def _integer(*names: str) -> int | None:
             except ValueError:
                 raise ConfigError(f'{name}="{os.environ[name]}" is not a number; fix the launcher') from None
     return None
+
+
+def apply_environment(collectives: Collectives, world: World) -> None:
+    """Set what the vendor's library reads before it is imported; a value that the user has set wins."""
+    for name, value in collectives.environment(world).items():
+        os.environ.setdefault(name, value)
 
 
 def connect(world: World, timeout_s: float) -> Store:
