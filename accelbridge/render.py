@@ -1,21 +1,23 @@
-"""Plans and device lists as text for people, in a terminal or a log."""
+"""Plans and device lists as text for people: in a terminal of any width, a pipe or a log.
+
+Short cells stand in columns; what may be long (reasons, notes) stands below its row, wrapped and indented.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
     from accelbridge.plan import ExecutionPlan
     from accelbridge.plugins import Candidate
 
 PLAN_FILE = "plan.json"
-_WIDTH = 118
+_NARROWEST, _WIDEST = 60, 120
 
 
 def write_plan(plan: ExecutionPlan, output: Path) -> None:
@@ -24,23 +26,30 @@ def write_plan(plan: ExecutionPlan, output: Path) -> None:
     (output / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def plan_text(plan: ExecutionPlan) -> str:
-    """The plan as ``accelbridge explain`` prints it."""
-    contract = plan.contract
-    console = _console()
-    with console.capture() as capture:
-        console.print(f"execution plan {plan.digest}: backend {plan.backend} (by {plan.selected_by})")
-        console.print(f"  {_layout(plan)}; {contract['chip']}; {_software(plan)}")
-        console.print(_ops_table(plan))
+def plan_text(plan: ExecutionPlan, *, details: bool = False) -> str:
+    """The plan, as a run prints it before step 0; ``details`` adds what each lowering does, and why."""
+    chip, software = plan.contract["chip"], plan.contract["software"]
+    lines = [f"execution plan {plan.digest}: backend {plan.backend} ({_CHOSEN.get(plan.selected_by, '')})"]
+    facts = [_layout(plan), str(chip), *(f"{name} {version}" for name, version in software.items())]
+    lines += _wrapped("; ".join(facts), 2)
+    lines += _ops_lines(plan)
+    if details:
         for lowering in plan.lowerings:
-            console.print(f"  lowering {lowering.name}: {lowering.applies} -> {lowering.into}")
-        for note in plan.notes:
-            console.print(f"  note: {note}")
-    return capture.get().rstrip()
+            lines += _wrapped(f"lowering {lowering.name}: {lowering.applies} -> {lowering.into}", 2)
+            lines += _wrapped(f"because {lowering.reason}", 4)
+    elif plan.lowerings:
+        lines += _wrapped(f"lowerings, where needed: {', '.join(low.name for low in plan.lowerings)}", 2)
+    for note in plan.notes:
+        lines += _wrapped(note if note.startswith("FALLBACK") else f"note: {note}", 2)
+    return "\n".join(lines)
 
 
-def _console() -> Console:
-    return Console(width=_WIDTH, no_color=True, highlight=False, markup=False, emoji=False, soft_wrap=False)
+_CHOSEN = {
+    "argument": "by argument",
+    "environment": "by the environment",
+    "recipe": "by the recipe",
+    "automatic": "automatic",
+}
 
 
 def _layout(plan: ExecutionPlan) -> str:
@@ -49,46 +58,29 @@ def _layout(plan: ExecutionPlan) -> str:
     return Layout(**plan.contract["layout"]).describe()
 
 
-def _software(plan: ExecutionPlan) -> str:
-    return ", ".join(f"{name} {version}" for name, version in plan.contract["software"].items())
-
-
-def _ops_table(plan: ExecutionPlan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2))
-    for column in ("op", "implementation", "dtype", "support", "evidence", "rejected, and notes"):
-        table.add_column(column, overflow="fold")
-    for choice in plan.ops:
-        why = [f"{r.implementation}: {r.reason}" for r in choice.rejected]
-        dtypes = ", ".join(choice.dtypes.values())
-        table.add_row(
-            choice.op,
-            choice.implementation,
-            dtypes,
-            choice.support,
-            choice.evidence,
-            "; ".join([*filter(None, [choice.note]), *why]),
-        )
-    return table
+def _ops_lines(plan: ExecutionPlan) -> Iterator[str]:
+    rows = [(c.op, c.implementation, ", ".join(c.dtypes.values()), c.support, c.evidence) for c in plan.ops]
+    head, *lines = _columns([("op", "implementation", "dtype", "support", "evidence"), *rows], indent=2)
+    yield head
+    for line, choice in zip(lines, plan.ops, strict=True):
+        yield line
+        if choice.note:
+            yield from _wrapped(choice.note, 4)
+        for rejected in choice.rejected:
+            yield from _wrapped(f"not {rejected.implementation}: {rejected.reason}", 4)
 
 
 def devices_text(candidates: Sequence[Candidate]) -> str:
     """The list of ``accelbridge devices``."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("backend", "available", "devices", "distribution", "interface", "reason"):
-        table.add_column(column, overflow="fold")
-    for c in candidates:
-        table.add_row(
-            c.name,
-            "yes" if c.available else "no",
-            _devices(c),
-            f"{c.distribution} {c.version}".strip(),
-            c.api_version,
-            c.probe.reason,
-        )
-    console = _console()
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    rows = [
+        (c.name, "yes" if c.available else "no", _devices(c), f"{c.distribution} {c.version}".strip(), c.api_version)
+        for c in candidates
+    ]
+    head, *lines = _columns([("backend", "available", "devices", "distribution", "interface"), *rows])
+    listed = [head]
+    for line, candidate in zip(lines, candidates, strict=True):
+        listed += [line, *_wrapped(candidate.probe.reason, 2)]
+    return "\n".join(listed)
 
 
 def _devices(candidate: Candidate) -> str:
@@ -96,3 +88,25 @@ def _devices(candidate: Candidate) -> str:
     for device in candidate.probe.devices:
         chips[device.chip] = chips.get(device.chip, 0) + 1
     return ", ".join(f"{count} x {chip}" for chip, count in chips.items()) or "-"
+
+
+def _columns(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
+    """One line per row, columns aligned; a line is never broken, so that it can be searched for."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " " * indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """``text`` in lines that fit the terminal (a pipe or a log: 120 columns); words, such as paths, stay whole."""
+    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    return textwrap.wrap(
+        text,
+        max(_NARROWEST, min(columns, _WIDEST)),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -10,9 +10,12 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+from filelock import FileLock
 
 TIMEOUT_S = 120
 
@@ -67,6 +70,18 @@ def install(folder: Path, plugins: Sequence[Plugin]) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     return site
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that ``make`` has filled, once for all workers of pytest-xdist."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once-{name}"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "made").exists():
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 def environment(*sites: Path, **extra: str) -> dict[str, str]:

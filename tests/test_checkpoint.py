@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests import cli
 from torch import Tensor
 
 from accelbridge import Trainer
@@ -21,6 +20,7 @@ from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.save import Checkpointer, sweep
 from accelbridge.errors import CheckpointError
+from tests import cli
 
 # ------------------------------------------------------------------------------------------- the pieces, alone
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugins_env import environment
+from tests.plugins_env import environment, once
 
 WATCH = """
 import json, os, sys
@@ -184,7 +184,12 @@ report(child=answer, status=status, first=first, second=[c.name for c in survey(
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A process that surveys, forks a child that imports torch and all of accelbridge, and surveys again."""
-    return watched(FORK, tmp_path_factory.mktemp("fork"))
+
+    def make(folder: Path) -> None:
+        (folder / "found").write_text(json.dumps(watched(FORK, folder)))
+
+    made = once(tmp_path_factory, "forked", make)
+    return json.loads((made / "found").read_text())
 
 
 def test_forking_after_import_and_survey_is_safe(forked: dict[str, Any]) -> None:

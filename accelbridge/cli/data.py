@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from accelbridge.data.build import BuildSummary
     from accelbridge.data.store import TokenStore
 
-app = typer.Typer(name="data", help="Build, check and show token stores.", no_args_is_help=True)
+app = typer.Typer(name="data", help="Build, check and show token stores.", no_args_is_help=True, rich_markup_mode=None)
 
 StorePath = Annotated[Path, typer.Argument(help="A token store, or the OUT of a build.", metavar="PATH")]
 

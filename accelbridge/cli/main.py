@@ -22,6 +22,7 @@ app = typer.Typer(
     help="One sharded PyTorch trainer for every accelerator.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain help and usage errors: the same in a terminal, a pipe and a log
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
@@ -29,7 +30,7 @@ app.command("report")(report_command)
 
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="Backend by name; wins over ACCELBRIDGE_BACKEND and the recipe."),
+    typer.Option("--backend", metavar="NAME", help="Backend by name; wins over ACCELBRIDGE_BACKEND and the recipe."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -37,7 +38,9 @@ SetOption = Annotated[
 ]
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Processes on this host; default: all accelerators, or one on the CPU."),
+    typer.Option(
+        "--nproc", min=1, metavar="N", help="Processes on this host; default: all accelerators, or one on the CPU."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RecipeArgument = Annotated[Path, typer.Argument(help="A YAML recipe.", metavar="RECIPE")]
@@ -46,7 +49,7 @@ RecipeArgument = Annotated[Path, typer.Argument(help="A YAML recipe.", metavar="
 def main() -> None:
     """Run the command line; an AccelbridgeError becomes its message and exit code."""
     try:
-        app()
+        app(prog_name="accelbridge")
     except AccelbridgeError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
@@ -71,11 +74,17 @@ def train(
     overrides: SetOption = None,
     resume: Annotated[
         str,
-        typer.Option(help='"none", "auto" (newest complete checkpoint of output.dir, if any), or a checkpoint.'),
+        typer.Option(
+            metavar="auto|PATH",
+            help='"auto" (newest complete checkpoint of output.dir, if any), or a checkpoint; default: "none".',
+            show_default=False,
+        ),
     ] = "none",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Loopback port for the ranks to meet; default: a free one."),
+        typer.Option(
+            min=1, max=65535, metavar="PORT", help="Loopback port for the ranks to meet; default: a free one."
+        ),
     ] = None,
 ) -> None:
     """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""

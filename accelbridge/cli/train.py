@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
@@ -15,9 +14,9 @@ import typer
 from accelbridge.backend import World
 from accelbridge.errors import AccelbridgeError, ConfigError
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.prepare import Target, choose_target, prepare
+from accelbridge.train.prepare import Prepared, choose_target, prepare
 from accelbridge.train.stop import STOPPED_EXIT_CODE, leave_with_parent
-from accelbridge.train.world import BY_US, launched, world_from_environment
+from accelbridge.train.world import BY_US, launched
 
 
 def run(
@@ -29,14 +28,16 @@ def run(
     port: int | None,
 ) -> int:
     """Train; returns the exit code."""
-    config = TrainConfig.load(recipe, overrides)
     if launched():
-        return _as_rank(config, backend, resume)
+        _leave_to_launcher(nproc, port)
+        return _as_rank(lambda: TrainConfig.load(recipe, overrides), backend, resume)
+    config = TrainConfig.load(recipe, overrides)
     target = choose_target(config, backend)
-    count = _processes(target, nproc)
+    count = target.processes(nproc)
     if count == 1:
-        return _as_rank(config, backend, resume)
-    prepare(config, World(size=count, local_size=count), backend=backend, resume=resume)
+        return _as_rank(lambda: config, backend, resume)
+    # What can be known to fail is said here once, not by every rank.
+    prepare(config, World(size=count, local_size=count), target=target, resume=resume)
     from accelbridge.train.launch import launch
 
     arguments = ["train", str(recipe), "--resume", resume]
@@ -45,57 +46,58 @@ def run(
     return launch([sys.executable, "-m", "accelbridge", *arguments], count, target.backend.collectives, port)
 
 
-def _processes(target: Target, nproc: int | None) -> int:
-    offered = target.backend.device.count()
-    most = target.backend.execution.processes_per_host(offered)
-    if nproc is not None and nproc > most:
-        raise ConfigError(
-            f"--nproc {nproc} asked; backend {target.backend.name} offers {offered} device{'s' * (offered != 1)} here, "
-            f"for {most} process{'es' * (most != 1)}; set --nproc {most} or less"
-        )
-    return nproc or (most if target.backend.accelerator else 1)
+def _leave_to_launcher(nproc: int | None, port: int | None) -> None:
+    for option, value in (("--nproc", nproc), ("--port", port)):
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} asked; this process is already a rank of a launcher (RANK is set), which decides "
+                f"that; leave {option} away, or unset RANK"
+            )
 
 
-def _as_rank(config: TrainConfig, backend: str | None, resume: str) -> int:
+def _as_rank(load: Callable[[], TrainConfig], backend: str | None, resume: str) -> int:
     """Be one rank. A rank of ours reports an error through its error file; others print it themselves."""
-    rank = world_from_environment().rank
-    if launcher := os.environ.get(BY_US):
-        leave_with_parent(int(launcher))
+    trainer = None
     try:
+        if launcher := os.environ.get(BY_US):
+            leave_with_parent(int(launcher))
         from accelbridge.train.trainer import Trainer
 
-        result = Trainer(config, backend=backend, resume=resume).fit()
+        trainer = Trainer(load(), backend=backend, resume=resume)
+        result = trainer.fit()
     except Exception as error:
-        logging.getLogger("accelbridge").exception("rank %d failed", rank)
-        _log_failure(config, rank)
-        if not _report(error, rank):
-            raise
+        # Before there is a trainer, the run is none: its folder may be that of another.
+        _report(error, _append_to_log(trainer.prepared) if trainer is not None else None)
         return error.exit_code if isinstance(error, AccelbridgeError) else 1
-    if rank == 0:
+    if trainer.prepared.world.rank == 0:
         typer.echo(_summary(result.step, result.loss, result.validation_loss, result.output))
     return STOPPED_EXIT_CODE if result.stopped else 0
 
 
-def _log_failure(config: TrainConfig, rank: int) -> None:
-    """The run's log may be closed by now, or never have been opened: add the traceback to it."""
-    path = Path(config.output.dir) / "logs" / f"rank_{rank}.log"
-    if path.parent.is_dir():
-        with path.open("a", encoding="utf-8") as file:
-            file.write(traceback.format_exc())
+def _append_to_log(prepared: Prepared) -> Path | None:
+    """Add the traceback to this rank's log, which the trainer has closed by now, or may never have opened."""
+    path = prepared.output / "logs" / f"rank_{prepared.world.rank}.log"
+    if not path.parent.is_dir():
+        return None
+    with path.open("a", encoding="utf-8") as file:
+        file.write(traceback.format_exc() + "\n")
+    return path
 
 
-def _report(error: Exception, rank: int) -> bool:
-    """Hand the message to our launcher, if it is one of ours."""
+def _report(error: Exception, log: Path | None) -> None:
+    """Say what happened, once: through our launcher if it is ours, else on stderr."""
+    text = str(error) if isinstance(error, AccelbridgeError) else _crash(error, log)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if BY_US not in os.environ or path is None:
-        if isinstance(error, AccelbridgeError):
-            typer.echo(f"error: rank {rank}: {error}" if launched() else f"error: {error}", err=True)
-            return True
-        return False
-    known = isinstance(error, AccelbridgeError)
-    message = str(error) if known else "".join(traceback.format_exception(error))
-    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-    return True
+    if BY_US in os.environ and path is not None:
+        Path(path).write_text(json.dumps({"message": text}), encoding="utf-8")
+    else:
+        typer.echo(f"error: rank {os.environ.get('RANK', '?')}: {text}" if launched() else f"error: {text}", err=True)
+
+
+def _crash(error: Exception, log: Path | None) -> str:
+    """A bug, of ours or of a plugin: all there is to know."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"crashed with {type(error).__name__}; {f'the log is {log}' if log else 'there is no log yet'}\n{trace}"
 
 
 def _summary(step: int, loss: float | None, validation: float | None, output: Path) -> str:

@@ -74,9 +74,9 @@ def accumulation_steps(train: TrainSection, layout: Layout) -> tuple[int, int]:
     size = train.microbatch_size or share
     if share % size:
         raise ConfigError(
-            f"train.global_batch_size {train.global_batch_size} asked; each of {ways} data-parallel "
-            f"{'ranks' if ways > 1 else 'rank'} takes {share} sequences, not a multiple of "
-            f"train.microbatch_size {size}; choose a multiple of {ways * size}"
+            f"train.microbatch_size {size} asked; each of {ways} data-parallel {'ranks' if ways > 1 else 'rank'} takes "
+            f"{share} sequences of train.global_batch_size {train.global_batch_size}, not a multiple of {size}; choose "
+            f"a divisor of {share}, or a global batch size that is a multiple of {ways * size}"
         )
     return size, share // size
 

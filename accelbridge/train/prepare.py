@@ -41,6 +41,17 @@ class Target:
     backend: Backend
     capabilities: Capabilities
 
+    def processes(self, asked: int | None = None) -> int:
+        """Processes to start on this host: ``asked``, else one per accelerator. Raises ConfigError for too many."""
+        offered = self.backend.device.count()
+        most = self.backend.execution.processes_per_host(offered)
+        if asked is not None and asked > most:
+            raise ConfigError(
+                f"--nproc {asked} asked; backend {self.backend.name} offers {offered} device{'s' * (offered != 1)} "
+                f"here, for {most} process{'es' * (most != 1)}; set --nproc {most} or less"
+            )
+        return asked or (most if self.backend.accelerator else 1)
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -111,9 +122,7 @@ def prepare(
     it leaves ``output.dir`` alone, and data that isn't there yet is only noted.
     """
     with config.places.pointing():
-        return _prepare(
-            config, world, target or choose_target(config, backend), resume, provided or Provided(), writes
-        )
+        return _prepare(config, world, target or choose_target(config, backend), resume, provided or Provided(), writes)
 
 
 def _prepare(
@@ -171,8 +180,8 @@ def open_store(config: TrainConfig, split: str) -> TokenStore | None:
         )
     if store.tokens <= config.train.seq_len:
         raise DataError(
-            f"data.{split} {path} has {store.tokens} tokens; one sample takes train.seq_len + 1 = "
-            f"{config.train.seq_len + 1}; use a shorter train.seq_len or more data"
+            f"train.seq_len {config.train.seq_len} asked; data.{split} {path} has {store.tokens} tokens, and one "
+            f"sample takes train.seq_len + 1; use a shorter train.seq_len or more data"
         )
     return store
 

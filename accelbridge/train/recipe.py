@@ -145,13 +145,10 @@ class _Judge:
         node: Any = self._tree
         keys: list[str] = []
         for part in loc:
-            if isinstance(node, Mapping) and part in node:
-                node = node[part]
-            elif isinstance(node, list) and isinstance(part, int):
-                node = node[part]
-            else:
-                continue
-            keys.append(str(part))
+            inner: Any = dict(enumerate(node)) if isinstance(node, list) else node
+            if isinstance(inner, Mapping) and part in inner:
+                node = inner[part]
+                keys.append(str(part))
         return tuple(keys)
 
     def _combination(self, keys: Keys, message: str) -> Problem:

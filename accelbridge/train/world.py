@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BY_US = "ACCELBRIDGE_LAUNCHED"
-"""The launcher's process id, in the environment of ranks that 'accelbridge train' launched: it prints their errors, so they don't."""
+"""The launcher's process id, set for ranks that 'accelbridge train' launched: it prints their errors, so they don't."""
 
 
 def launched() -> bool:
@@ -43,7 +45,8 @@ def world_from_environment() -> World:
         have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
         raise ConfigError(f"{have} is set but {lack} is not; start with torchrun or 'accelbridge train --nproc N'")
     _within("RANK", rank, "WORLD_SIZE", size)
-    _within("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", max(local_size, 1 + local_rank * (values["local_size"] is None)))
+    if values["local_size"] is not None:  # some launchers tell the local rank alone
+        _within("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     _meeting_point()
     return World(
         rank=rank,
@@ -61,8 +64,28 @@ def _integer(*names: str) -> int | None:
             try:
                 return int(os.environ[name])
             except ValueError:
-                raise ConfigError(f'{name}="{os.environ[name]}" is not a number; fix the launcher') from None
+                raise ConfigError(
+                    f'{name}="{os.environ[name]}" is set; it is not an integer; '
+                    "start with torchrun or 'accelbridge train --nproc N', or unset it"
+                ) from None
     return None
+
+
+def _within(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"{rank_name}={rank} and {size_name}={size} are set; ranks are 0 to {size_name} - 1; fix the launcher"
+        )
+
+
+def _meeting_point() -> tuple[str, int]:
+    """Host and port of the store."""
+    port = _integer("MASTER_PORT")
+    if port is None:
+        port = 29500  # torchrun's default
+    if not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT={port} is set; a port is 1 to {2**16 - 1}; choose another port")
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
 
 
 def apply_environment(collectives: Collectives, world: World) -> None:
@@ -77,15 +100,17 @@ def connect(world: World, timeout_s: float) -> Store:
 
     if not launched():
         return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _integer("MASTER_PORT") or 29500
+    host, port = _meeting_point()
     # An elastic agent already hosts the store; elsewhere rank 0 does.
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not hosts:
+        _await(host, port, timeout_s)
     try:
         return dist.TCPStore(
             host,
             port,
             world.size,
-            is_master=world.rank == 0 and not hosted,
+            is_master=hosts,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
@@ -93,6 +118,22 @@ def connect(world: World, timeout_s: float) -> Store:
         raise ConfigError(
             f"MASTER_ADDR:MASTER_PORT {host}:{port} asked; {_reason(error)}; choose another port"
         ) from error
+
+
+def _await(host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody listens. torch's own client would do so twice as long, and print stacks of C++ meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"MASTER_ADDR:MASTER_PORT {host}:{port} asked; nobody answered for {timeout_s:g} s "
+                    f"({error.strerror or error}); see whether rank 0 runs there, and that all ranks have its address"
+                ) from error
+        time.sleep(0.1)
 
 
 def _reason(error: Exception) -> str:
