@@ -480,7 +480,7 @@ class Backend(ABC):
     # ---- facts: a vendor states these
     name: ClassVar[str]
     """The entry-point name, which users write."""
-    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    api_version: ClassVar[tuple[int, int]]
     """The version of this file that the backend was written against; a plugin writes the literal, e.g. (1, 0)."""
     device_type: ClassVar[str]
     """``torch.device`` type."""

@@ -284,7 +284,7 @@ def _check_class(owner: str, name: str, backend: type[Backend]) -> None:
         raise BackendError(
             f'{owner}: entry point "{name}" returned a backend named {_show(theirs)}; the two must be equal'
         )
-    _check_api(owner, backend.api_version)
+    _check_api(owner, getattr(backend, "api_version", None))
     if missing := sorted(getattr(backend, "__abstractmethods__", ())):
         raise BackendError(f"{owner}: {backend.__name__} lacks {', '.join(missing)}; its author adds them")
     for attribute, kind, what in (("device_type", str, "text"), ("accelerator", bool, "True or False")):

@@ -55,7 +55,7 @@ BROKEN = [
         "@hookimpl(specname='accelbridge_backend')\ndef other(unknown): return Made")),
     # ---- class
     broken("abstract", r"Half lacks capabilities, .*probe; its author adds them", changes=(
-        "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'"), hook="return Half"),
+        "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'\n    api_version = (1, 0)"), hook="return Half"),
     broken("othername", r'entry point "othername" returned a backend named .different.', changes=(
         "Made.name = 'different'")),
     broken("tooold", r"written for interface 0\.9, too old: .*1\.0 to 1\.0; update vendor-tooold", api="(0, 9)"),

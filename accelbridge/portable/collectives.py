@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import count
 
 import torch.distributed as dist
 
@@ -17,11 +16,6 @@ from accelbridge.portable.process_group import devices_of, register
 
 INTERPOSED = "interposed"
 """The c10d backend name under which lowered or checked groups run."""
-
-_inits = count()
-"""Groups of one process: a store keeps the addresses of an earlier group, so every init gets its own keys.
-Ranks must therefore init equally often, as they must anyway."""
-
 
 class TorchCollectives(Collectives):
     """Groups of ``backend``, a c10d backend string: one name, or "device:name,device:name".
@@ -48,7 +42,10 @@ class TorchCollectives(Collectives):
         if self._lowerings or check:
             register(INTERPOSED, backend, self._lowerings, check)
             backend = INTERPOSED
-        own = dist.PrefixStore(f"{world.run_id}/{world.restart}/groups{next(_inits)}/", store)
+        # A store keeps the addresses of an earlier group, so every init in it gets keys of its own. It is counted
+        # there, not in this process: reused workers may have different histories.
+        run = dist.PrefixStore(f"{world.run_id}/{world.restart}", store)
+        own = dist.PrefixStore(f"groups{run.add(f'inits/{world.rank}', 1)}", run)
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size, timeout=limit)
         self._active = True
