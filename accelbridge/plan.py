@@ -74,7 +74,12 @@ class ExecutionPlan:
         from accelbridge import ops
 
         ops.reset()
-        ops.bind({op: load() for op, load in self.loaders.items()})
+        ops.bind({op: load() for op, load in self.loaders.items() if op in ops.NAMES})
+
+    def load(self, op: str) -> Callable[..., Any] | None:
+        """The implementation of an op that the trainer calls itself ("adamw"); None: the portable reference."""
+        loader = self.loaders.get(op)
+        return loader() if loader else None
 
     def as_dict(self) -> dict[str, Any]:
         """What ``accelbridge explain --json`` prints and ``OUTPUT/plan.json`` holds."""

@@ -124,6 +124,9 @@ BY_SETTING: list[tuple[list[str], list[str]]] = [
     (["model="], ["model is missing from", "add the section"]),
     (["output.dir=/proc/accelbridge"], ['output.dir "/proc/accelbridge" asked', "cannot be written", "set another"]),
     (["output.dir=RECIPE"], ["output.dir", "it is a file", "set another output.dir"]),
+    (["output.dir=/tmp/" + "x" * 300], ["output.dir", "File name too long", "set another"]),
+    (['output.dir="/tmp/a\\0b"'], ["output.dir", "null byte", "set another output.dir"]),
+    (['data.train="/tmp/a\\0b"'], ["data.train", "no such folder"]),
     (["output.dir=RECIPE/below"], ["output.dir", "cannot be written: Not a directory"]),
     (["train.warmup=3"], ['unknown key "warmup" in train']),
 ]
@@ -280,6 +283,7 @@ def test_resume_of_what_cannot_be_resumed(finished: Path, run: Run, unchanged: C
         str(checkpoint(folder / "newer", 25, version=2)): ["format version 2", "reads version 1", "release that wrote"],
         str(checkpoint(folder / "late", 21)): ["at step 21", "train.steps is 20", "raise train.steps"],
         str(known / "step_10"): ["newer checkpoints (step_20)", "set another output.dir"],
+        "x" * 300: ["--resume xxx", "File name too long", "set another path"],
         "": ["--resume"],
     }
     unchanged()

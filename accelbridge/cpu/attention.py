@@ -46,9 +46,7 @@ def sdpa(
     Computed in float32 (float64 for float64) and rounded once.
     """
     if softcap is not None or return_lse:
-        raise Unsupported(
-            f"{_LACKS['lse' if return_lse else 'softcap']}; bind the portable reference instead"
-        )
+        raise Unsupported(f"{_LACKS['lse' if return_lse else 'softcap']}; bind the portable reference instead")
     check_attention(q_BHSD, k_BGSD, v_BGSD, mask, softcap)
     queries, keys = q_BHSD.shape[2], k_BGSD.shape[2]
     # torch aligns its own causal mask top-left, so it serves for equal lengths only.
@@ -95,6 +93,4 @@ class CpuAttention(PortableAttention):
         """See :func:`accelbridge.ops.attention`."""
         if softcap is None and not return_lse:
             return sdpa(q_BHSD, k_BGSD, v_BGSD, mask, scale=scale)
-        return super().attention(
-            q_BHSD, k_BGSD, v_BGSD, mask, scale=scale, softcap=softcap, return_lse=return_lse
-        )
+        return super().attention(q_BHSD, k_BGSD, v_BGSD, mask, scale=scale, softcap=softcap, return_lse=return_lse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from accelbridge.backend import (
     Collectives,
     Device,
     DeviceInfo,
+    Implementation,
     Probe,
     Support,
     unsupported,
@@ -90,6 +91,11 @@ class CpuBackend(Backend):
         from accelbridge.cpu.attention import CpuAttention
 
         return CpuAttention()
+
+    def implementations(self) -> Sequence[Implementation]:
+        from accelbridge.portable.adamw import FUSED_ADAMW
+
+        return (*super().implementations(), FUSED_ADAMW)
 
 
 def cores() -> int:

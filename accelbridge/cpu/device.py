@@ -42,6 +42,4 @@ def _peak_resident_bytes() -> int | None:
     except ImportError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak if os.uname().sysname == "Darwin" else peak * 1024
-    )  # bytes on macOS, KiB on Linux (getrusage(2))
+    return peak if os.uname().sysname == "Darwin" else peak * 1024  # bytes on macOS, KiB on Linux (getrusage(2))

@@ -30,7 +30,5 @@ class PortableAttention(Attention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """See :func:`accelbridge.ops.attention`."""
         if return_lse:
-            return dot_product.attention(
-                q_BHSD, k_BGSD, v_BGSD, mask, scale=scale, softcap=softcap, return_lse=True
-            )
+            return dot_product.attention(q_BHSD, k_BGSD, v_BGSD, mask, scale=scale, softcap=softcap, return_lse=True)
         return dot_product.attention(q_BHSD, k_BGSD, v_BGSD, mask, scale=scale, softcap=softcap)

@@ -17,6 +17,7 @@ from accelbridge.portable.process_group import devices_of, register
 INTERPOSED = "interposed"
 """The c10d backend name under which lowered or checked groups run."""
 
+
 class TorchCollectives(Collectives):
     """Groups of ``backend``, a c10d backend string: one name, or "device:name,device:name".
 

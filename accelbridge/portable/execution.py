@@ -86,9 +86,7 @@ class EagerExecution(Execution):
 
     # ---- model
 
-    def realise(
-        self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise
-    ) -> nn.Module:
+    def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
         on_meta = _wholly_on_meta(model)
         if not on_meta:
             model.to(self.device)

@@ -150,21 +150,15 @@ class PortableOffload(Offload):
         asked["byteorder"] = sys.byteorder
         for key, value in asked.items():
             if header.get(key) != value:
-                raise DataError(
-                    f"{path}: asked for {key} {value}, found {header.get(key)}; is it of another run?"
-                )
+                raise DataError(f"{path}: asked for {key} {value}, found {header.get(key)}; is it of another run?")
         size = math.prod(out.shape) * out.dtype.itemsize
         found = os.fstat(file.fileno()).st_size - file.tell()
         if found != size:
-            raise DataError(
-                f"{path}: asked for {size} bytes of elements, found {found}; write the file again"
-            )
+            raise DataError(f"{path}: asked for {size} bytes of elements, found {found}; write the file again")
         host = self._host_empty(out.shape, out.dtype)
         buffer = _as_bytes(host)
         if file.readinto(buffer) != size or zlib.crc32(buffer) != header.get("crc32"):
-            raise DataError(
-                f"{path}: the checksum of the elements differs, the file is damaged; write it again"
-            )
+            raise DataError(f"{path}: the checksum of the elements differs, the file is damaged; write it again")
         return host
 
     def _host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

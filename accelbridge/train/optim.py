@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -10,19 +11,23 @@ from torch import nn
 from accelbridge.train.config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW over the trainable parameters; matrices are decayed, vectors (norms, biases) are not."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, adamw: Callable[..., torch.optim.Optimizer] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; matrices are decayed, vectors (norms, biases) are not.
+
+    ``adamw`` is the implementation that the plan chose, called like ``torch.optim.AdamW``, which is the default.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return (adamw or torch.optim.AdamW)(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
     )
 
 

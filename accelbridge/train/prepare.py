@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from accelbridge.backend import Backend, Capabilities, Request, World
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
-from accelbridge.errors import CheckpointError, ConfigError, DataError
+from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
 from accelbridge.models.requests import decoder_requests
 from accelbridge.parallel.layout import Layout
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
@@ -145,7 +146,8 @@ def _prepare(
     train, validation = (open_store(config, split) for split in SPLITS)
     output = Path(config.output.dir)
     if writes and str(resume) == "none":
-        _refuse_other_run(output)
+        with _path_of(f'output.dir "{output}"'):
+            _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
     if writes:
@@ -188,17 +190,19 @@ def open_store(config: TrainConfig, split: str) -> TokenStore | None:
 
 def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
     """The checkpoint to go on from. Raises CheckpointError or ConfigError."""
-    root = Path(config.output.dir) / CHECKPOINTS
-    known = manifests.complete(root)
     if str(resume) == "none":
         return None
+    root = Path(config.output.dir) / CHECKPOINTS
+    with _path_of(f'output.dir "{config.output.dir}"'):
+        known = manifests.complete(root)
     if str(resume) == "auto":
         if not known:
             return None
         path = known[-1]
     else:
         path = Path(resume)
-        _is_checkpoint(path, known)
+        with _path_of(f"--resume {path}"):
+            _is_checkpoint(path, known)
     manifest = manifests.read(path)
     _same_model(path, manifest, config)
     if manifest.step > config.train.steps:
@@ -242,6 +246,18 @@ def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
     )
 
 
+@contextmanager
+def _path_of(setting: str) -> Iterator[None]:
+    """What the file system says of a path that cannot be one, as an error of the ``setting`` that names it."""
+    try:
+        yield
+    except AccelbridgeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{setting} asked; it cannot be used: {why}; set another path") from error
+
+
 def _refuse_other_run(output: Path) -> None:
     """A fresh run never goes where another one has written."""
     holds = [*manifests.complete(output / CHECKPOINTS), *output.glob(METRICS_FILE)]
@@ -259,9 +275,10 @@ def _make_writable(output: Path) -> None:
             pass
     except FileExistsError:
         raise ConfigError(f'output.dir "{output}" asked; it is a file; set another output.dir') from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f'output.dir "{output}" asked; it cannot be written: {error.strerror or error}; set another output.dir'
+            f'output.dir "{output}" asked; it cannot be written: {why}; set another output.dir'
         ) from error
 
 

@@ -210,7 +210,7 @@ class Trainer:
         self._agree_and_start()
         self._show_plan()
         self._build()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
         self._open_checkpoints()
         coordinates = self.execution.data_coordinates
         assert self._train is not None, "prepare() saw that there is training data"

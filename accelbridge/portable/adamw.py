@@ -1,0 +1,24 @@
+"""AdamW for the plan: torch's fused kernel, which a backend offers where its device has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from accelbridge.backend import FULL, Implementation, Request, Support, unsupported
+
+
+def _supports(request: Request) -> Support:
+    if request.dtype not in ("float32", "bfloat16", "float16", "float64"):
+        return unsupported(f"torch's fused AdamW updates floating-point parameters, not {request.dtype}")
+    return FULL
+
+
+def _load() -> Callable[..., object]:
+    import torch
+
+    return partial(torch.optim.AdamW, fused=True)
+
+
+FUSED_ADAMW = Implementation(op="adamw", name="torch_fused", supports=_supports, load=_load)
+"""``torch.optim.AdamW(fused=True)``; its state is that of the plain one, so checkpoints move between the two."""
