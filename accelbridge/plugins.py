@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "ACCELBRIDGE_BACKEND"
 PROBE_SECONDS_ENVIRONMENT = "ACCELBRIDGE_PROBE_SECONDS"
+_OPTION_FAULTS = {"extra_forbidden": "there is no such option"}
+"""Our words for pydantic's kinds of errors, where its own say too little."""
 OLDEST_API = (1, 0)
 """The oldest interface served: the current and the previous major, of which none precedes 1."""
 PROBE_SECONDS = 10.0
@@ -577,9 +579,13 @@ def _options(backend: type[Backend], options: Mapping[str, Any]) -> BaseModel | 
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(["backend.options", *map(str, first["loc"])])
-        raise ConfigError(f"{where}: {first['msg']}; known: {', '.join(model.model_fields)}") from None
+        known = ", ".join(model.model_fields)
+        lines = [
+            f"{'.'.join(['backend.options', *map(str, problem['loc'])])} asked as {_show(problem['input'])}; "
+            f"{_OPTION_FAULTS.get(problem['type'], problem['msg'])}; known: {known}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(lines)) from None
 
 
 if __name__ == "__main__":

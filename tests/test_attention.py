@@ -233,9 +233,7 @@ def test_within_bounds_beyond_the_tiles_of_a_fused_kernel(name: str, dtype: torc
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (5, 9), (9, 5), (9, 1), (3, 0), (0, 3)])
-@pytest.mark.parametrize(
-    "mask", [Mask(causal=False), Mask(), Mask(window=2)], ids=["full", "causal", "window"]
-)
+@pytest.mark.parametrize("mask", [Mask(causal=False), Mask(), Mask(window=2)], ids=["full", "causal", "window"])
 def test_lengths_that_differ_are_aligned_bottom_right(name: str, queries: int, keys: int, mask: Mask) -> None:
     q, k, v, d_out = tensors(torch.float32, Sq=queries, Sk=keys)
     out = IMPLEMENTATIONS[name](q, k, v, mask)
@@ -280,9 +278,7 @@ def test_lse_is_its_own_test(dtype: torch.dtype, keys: int, scale: float | None)
     assert excess(wide(lse), exact.lse, exact.lse_bound) <= 1
     if keys == 1:
         group = wide(k).repeat(2, axis=1)
-        assert np.allclose(
-            wide(lse), (wide(q) * group).sum(-1) * (0.25 if scale is None else scale), rtol=1e-5
-        )
+        assert np.allclose(wide(lse), (wide(q) * group).sum(-1) * (0.25 if scale is None else scale), rtol=1e-5)
 
 
 def test_gradient_through_lse_alone_leaves_values_untouched() -> None:
@@ -313,9 +309,7 @@ def test_two_halves_merge_by_their_lse() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradients_agree_with_differences_in_float64(softcap: float | None) -> None:
-    q, k, v = (
-        normal(1, h, s, 2, dtype=torch.float64, seed=h).requires_grad_() for h, s in ((2, 3), (1, 4), (1, 4))
-    )
+    q, k, v = (normal(1, h, s, 2, dtype=torch.float64, seed=h).requires_grad_() for h, s in ((2, 3), (1, 4), (1, 4)))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = reference(q, k, v, Mask(window=2), softcap=softcap, return_lse=True)

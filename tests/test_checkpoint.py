@@ -118,7 +118,9 @@ def test_damage_is_named_with_its_file(tmp_path: Path, damage: Callable[[Path], 
     [
         ({"version": 2}, "format version 2; this accelbridge reads version 1"),
         ({"format": "something else"}, "is no accelbridge-checkpoint manifest"),
-        ({"unheard of": 1}, "is damaged"),
+        ({"unheard of": 1}, "is damaged: it has an unknown entry 'unheard of'"),
+        ({"step": "1"}, "is damaged: step"),
+        ({"files": [1]}, "is damaged: files"),
     ],
 )
 def test_a_foreign_manifest_is_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:

@@ -49,8 +49,7 @@ def test_defaults_resolve() -> None:
     assert (config.resolved_kv_heads, config.resolved_head_dim, config.resolved_ffn_dim) == (1, 8, 7)
     # 8/3 of 72 is exactly 192, and one more needs the next multiple of 64.
     assert [
-        ModelConfig(**{**SMALL, "dim": d, "heads": 1, "kv_heads": 1, "head_dim": 2}).resolved_ffn_dim
-        for d in (72, 73)
+        ModelConfig(**{**SMALL, "dim": d, "heads": 1, "kv_heads": 1, "head_dim": 2}).resolved_ffn_dim for d in (72, 73)
     ] == [192, 256]
 
 
@@ -83,9 +82,7 @@ def test_counts_are_those_of_the_module(changes: dict[str, Any]) -> None:
     model = decoder(**changes)
     config = model.config
     assert config.parameter_count() == sum(p.numel() for p in model.parameters())
-    multiplying = sum(
-        p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name
-    )
+    multiplying = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
     if config.tie_embeddings:
         multiplying += model.embed.weight.numel()
     attention = 12 * config.layers * config.heads * config.resolved_head_dim * 100
@@ -142,16 +139,12 @@ def plain(model: Decoder, tokens_BS: Tensor) -> Tensor:
     return project(norm(x, "norm"), head)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 1, "tie_embeddings": True}, {"kv_heads": 4, "head_dim": 6}]
-)
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "tie_embeddings": True}, {"kv_heads": 4, "head_dim": 6}])
 def test_logits_equal_the_plain_expression(changes: dict[str, Any]) -> None:
     model = decoder(**changes)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3).add_(
-                torch.randn_like(p), alpha=0.05
-            )  # so that every part matters, and no two norms are equal
+            p.mul_(3).add_(torch.randn_like(p), alpha=0.05)  # so that every part matters, and no two norms are equal
         logits = model(tokens())
     assert logits.dtype == torch.float32
     assert torch.allclose(logits.double(), plain(model, tokens()), rtol=1e-4, atol=1e-4)
@@ -222,10 +215,7 @@ def test_every_parameter_gets_a_gradient_and_training_learns() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        loss = (
-            ops.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-            / batch[:, 1:].numel()
-        )
+        loss = ops.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()) / batch[:, 1:].numel()
         optimizer.zero_grad()
         loss.backward()
         assert all(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -302,12 +292,7 @@ def test_initialiser() -> None:
     model = decoder()
     kinds = {name: model.initialiser(name) for name, _ in model.named_parameters()}
     assert kinds["layers.1.ffn_norm.weight"] == kinds["norm.weight"] == Init("ones")
-    assert (
-        kinds["embed.weight"]
-        == kinds["head.weight"]
-        == kinds["layers.0.attention.q.weight"]
-        == Init("normal", 0.02)
-    )
+    assert kinds["embed.weight"] == kinds["head.weight"] == kinds["layers.0.attention.q.weight"] == Init("normal", 0.02)
     assert kinds["layers.0.attention.o.weight"] == kinds["layers.1.ffn.down.weight"] == Init("normal", 0.01)
     with pytest.raises(ValueError, match=r"layers\.0\.other\.weight"):
         model.initialiser("layers.0.other.weight")

@@ -34,9 +34,7 @@ def make(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def bits(x: Tensor) -> bytes:
-    return (
-        x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    )
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -123,12 +121,8 @@ def expect_refusal(offload: PortableOffload, path: Path, words: str, out: Tensor
     assert same(out, before)
 
 
-@pytest.mark.parametrize(
-    "change", ["flip", "short", "long", "header", "magic", "empty", "huge header", "deep header"]
-)
-def test_a_damaged_file_is_refused_and_changes_nothing(
-    offload: PortableOffload, stored: Path, change: str
-) -> None:
+@pytest.mark.parametrize("change", ["flip", "short", "long", "header", "magic", "empty", "huge header", "deep header"])
+def test_a_damaged_file_is_refused_and_changes_nothing(offload: PortableOffload, stored: Path, change: str) -> None:
     content = bytearray(stored.read_bytes())
     words = "header"
     if change == "flip":
@@ -185,9 +179,7 @@ def test_a_failed_write_leaves_what_was_there(
 
 def test_writing_replaces(offload: PortableOffload, stored: Path) -> None:
     offload.write(stored, torch.ones(2, dtype=torch.int8))
-    assert torch.equal(
-        offload.read(stored, torch.zeros(2, dtype=torch.int8)), torch.ones(2, dtype=torch.int8)
-    )
+    assert torch.equal(offload.read(stored, torch.zeros(2, dtype=torch.int8)), torch.ones(2, dtype=torch.int8))
 
 
 def test_reading_fills_a_parameter_outside_of_autograd(offload: PortableOffload, stored: Path) -> None:

@@ -45,9 +45,7 @@ def m1(a: np.ndarray, b: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np
     """The exact product and bound M1: u|C| + (1+u) gamma_{K-1} (|A||B|) + the smallest subnormal."""
     exact, u = a @ b, U[dtype]
     acc = min(u, U32)
-    return exact, u * np.abs(exact) + (1 + u) * gamma(a.shape[-1] - 1, acc) * (np.abs(a) @ np.abs(b)) + TINY[
-        dtype
-    ]
+    return exact, u * np.abs(exact) + (1 + u) * gamma(a.shape[-1] - 1, acc) * (np.abs(a) @ np.abs(b)) + TINY[dtype]
 
 
 # ----------------------------------------------------------------------------------------------------- layers
@@ -157,9 +155,7 @@ def test_rope_turns_pairs_as_complex_numbers(dtype: torch.dtype, per_row: bool) 
 
     assert_within(y, *turned(x, turn))
     exact, bound = turned(grad, turn.conj())
-    assert_within(
-        x.grad, exact, 4 * bound
-    )  # in bfloat16 the halves' gradients may be rounded before they meet
+    assert_within(x.grad, exact, 4 * bound)  # in bfloat16 the halves' gradients may be rounded before they meet
 
 
 def test_rope_scores_depend_on_distance_alone() -> None:
@@ -316,9 +312,7 @@ def test_compilers_see_through_and_notice_another_binding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 64, 4096])
-def test_portable_matmul_accumulates_in_float32_and_rounds_once(
-    dtype: torch.dtype, kind: str, k: int
-) -> None:
+def test_portable_matmul_accumulates_in_float32_and_rounds_once(dtype: torch.dtype, kind: str, k: int) -> None:
     a, b = data(kind, 17, k).to(dtype), data(kind, k, 9, seed=1).to(dtype)
     for out_dtype in (torch.float32, torch.bfloat16):
         assert_within(PortableMatmul("x").matmul(a, b, out_dtype), *m1(wide(a), wide(b), out_dtype))

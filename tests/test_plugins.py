@@ -55,7 +55,8 @@ BROKEN = [
         "@hookimpl(specname='accelbridge_backend')\ndef other(unknown): return Made")),
     # ---- class
     broken("abstract", r"Half lacks capabilities, .*probe; its author adds them", changes=(
-        "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'\n    api_version = (1, 0)"), hook="return Half"),
+        "class Half(Backend):\n    name = 'abstract'\n    device_type = 'cpu'\n    api_version = (1, 0)"),
+        hook="return Half"),
     broken("othername", r'entry point "othername" returned a backend named .different.', changes=(
         "Made.name = 'different'")),
     broken("tooold", r"written for interface 0\.9, too old: .*1\.0 to 1\.0; update vendor-tooold", api="(0, 9)"),
@@ -390,9 +391,9 @@ def test_options_are_those_of_the_plugin(good_site: Path, second_site: Path, on_
     backend = plugins.load_backend("virtual", {"level": 2})
     assert backend.options is not None
     assert backend.options.model_dump() == {"level": 2}
-    with pytest.raises(ConfigError, match=r"backend\.options\.depth: .*; known: level"):
+    with pytest.raises(ConfigError, match=r"backend\.options\.depth asked as .*; known: level"):
         plugins.load_backend("virtual", {"depth": 2})
-    with pytest.raises(ConfigError, match=r"backend\.options\.level: .*greater than or equal to 0"):
+    with pytest.raises(ConfigError, match=r"backend\.options\.level asked as .*greater than or equal to 0"):
         plugins.load_backend("virtual", {"level": -1})
     with pytest.raises(ConfigError, match='backend "second" has no options'):
         plugins.load_backend("second", {"level": 2})

@@ -80,10 +80,21 @@ def read(path: Path) -> Manifest:
             f"{file} has format version {data.get('version')}; this accelbridge reads version {VERSION}; "
             "use the release that wrote it"
         )
+    return _checked(file, data)
+
+
+def _checked(file: Path, data: dict[str, Any]) -> Manifest:
+    """The manifest in ``data``; CheckpointError unless it has the known entries, each of its own kind."""
+    from pydantic import TypeAdapter, ValidationError
+
+    if unknown := sorted(data.keys() - Manifest.__dataclass_fields__.keys()):
+        raise CheckpointError(f"{file} is damaged: it has an unknown entry {unknown[0]!r}; choose another checkpoint")
     try:
-        return Manifest(**data)
-    except TypeError as error:
-        raise CheckpointError(f"{file} is damaged: {error}; choose another checkpoint") from error
+        return TypeAdapter(Manifest).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{file} is damaged: {where}: {first['msg']}; choose another checkpoint") from error
 
 
 def write(path: Path, manifest: Manifest) -> None:

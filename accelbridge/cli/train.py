@@ -43,7 +43,8 @@ def run(
     arguments = ["train", str(recipe), "--resume", resume]
     arguments += ["--backend", backend] if backend else []
     arguments += [text for override in overrides for text in ("--set", override)]
-    return launch([sys.executable, "-m", "accelbridge", *arguments], count, target.backend.collectives, port)
+    command = [sys.executable, "-m", "accelbridge", *arguments]
+    return launch(command, count, target.backend.collectives, port, Path(config.output.dir).expanduser())
 
 
 def _leave_to_launcher(nproc: int | None, port: int | None) -> None:
@@ -69,6 +70,8 @@ def _as_rank(load: Callable[[], TrainConfig], backend: str | None, resume: str) 
         # Before there is a trainer, the run is none: its folder may be that of another.
         _report(error, _append_to_log(trainer.prepared) if trainer is not None else None)
         return error.exit_code if isinstance(error, AccelbridgeError) else 1
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as a shell reports it
     if trainer.prepared.world.rank == 0:
         typer.echo(_summary(result.step, result.loss, result.validation_loss, result.output))
     return STOPPED_EXIT_CODE if result.stopped else 0

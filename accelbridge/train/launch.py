@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Sequence
@@ -30,11 +31,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
+from accelbridge.train.metrics import STOPPED_EVENT, last_event
 from accelbridge.train.stop import STOPPED_EXIT_CODE
 from accelbridge.train.world import BY_US, apply_environment
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS = "accelbridge-loopback"
+_SAVE_SECONDS = 600
 
 
 class _Loopback(RendezvousHandler):
@@ -79,8 +82,8 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def launch(command: Sequence[str], count: int, collectives: Collectives, port: int | None) -> int:
-    """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run."""
+def launch(command: Sequence[str], count: int, collectives: Collectives, port: int | None, output: Path) -> int:
+    """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run in ``output``."""
     listener = _listen(port)
     os.environ[BY_US] = str(os.getpid())
     apply_environment(collectives, World(size=count, local_size=count))
@@ -95,15 +98,29 @@ def launch(command: Sequence[str], count: int, collectives: Collectives, port: i
         rdzv_endpoint=f"{_LOOPBACK}:{listener.getsockname()[1]}",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(),
+        **_patience(),
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
-    except SignalException:
-        # The agent has passed the signal on and waited: the ranks saved a checkpoint and stopped.
-        return STOPPED_EXIT_CODE
+    except SignalException as error:
+        return _signalled(error.sigval, output)
     except ChildFailedError as error:
         return _failed(error)
     return 0
+
+
+def _patience() -> dict[str, Any]:
+    """How long the agent waits for ranks that save at SIGTERM before it kills them; torch 2.9 has 30 s, fixed."""
+    return {"shutdown_timeout": _SAVE_SECONDS} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+
+
+def _signalled(number: signal.Signals, output: Path) -> int:
+    """The agent has passed the signal on and waited for the ranks to end."""
+    if number == signal.SIGTERM and last_event(output) == STOPPED_EVENT:
+        return STOPPED_EXIT_CODE
+    if number == signal.SIGTERM:
+        typer.echo(f"error: SIGTERM ended the ranks before they had saved; see {output / 'logs'}", err=True)
+    return 128 + number  # what a shell reports for a process that a signal ended
 
 
 def _listen(port: int | None) -> socket.socket:

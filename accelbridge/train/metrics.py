@@ -39,6 +39,8 @@ Scalar: TypeAlias = "Tensor | float | int"
 
 METRICS_FILE = "metrics.jsonl"
 UNKNOWN = "unknown"
+STOPPED_EVENT = "stopped"
+"""Event of a run that ended early on SIGTERM, after its checkpoint was published."""
 HISTORY = ("start", "resume")
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 
@@ -221,6 +223,14 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
     if "event" in line:
         return line if isinstance(line["event"], str) else None
     return line if type(line.get("step")) is int else None
+
+
+def last_event(output_dir: Path) -> str | None:
+    """The kind of the event in the last line of a run's metrics; None for a step line, or without a file."""
+    path = output_dir / METRICS_FILE
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    line = parse_line(lines[-1]) if lines else None
+    return line.get("event") if line else None
 
 
 def _prepare(path: Path, start_step: int) -> None:

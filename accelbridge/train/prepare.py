@@ -79,7 +79,7 @@ class Prepared:
 
     @property
     def output(self) -> Path:
-        return Path(self.config.output.dir)
+        return Path(self.config.output.dir).expanduser()
 
     @property
     def start_step(self) -> int:
@@ -144,7 +144,7 @@ def _prepare(
     if not writes:
         config, provided = _without_absent_data(config, provided)
     train, validation = (open_store(config, split) for split in SPLITS)
-    output = Path(config.output.dir)
+    output = Path(config.output.dir).expanduser()
     if writes and str(resume) == "none":
         with _path_of(f'output.dir "{output}"'):
             _refuse_other_run(output)
@@ -192,7 +192,7 @@ def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
     """The checkpoint to go on from. Raises CheckpointError or ConfigError."""
     if str(resume) == "none":
         return None
-    root = Path(config.output.dir) / CHECKPOINTS
+    root = Path(config.output.dir).expanduser() / CHECKPOINTS
     with _path_of(f'output.dir "{config.output.dir}"'):
         known = manifests.complete(root)
     if str(resume) == "auto":
@@ -200,7 +200,7 @@ def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
             return None
         path = known[-1]
     else:
-        path = Path(resume)
+        path = Path(resume).expanduser()
         with _path_of(f"--resume {path}"):
             _is_checkpoint(path, known)
     manifest = manifests.read(path)

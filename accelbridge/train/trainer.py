@@ -37,7 +37,7 @@ from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss
-from accelbridge.train.metrics import Metrics, RunFacts
+from accelbridge.train.metrics import STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, learning_rate, materialise_state, set_learning_rate
 from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, prepare
 from accelbridge.train.progress import make_progress
@@ -137,6 +137,8 @@ class Trainer:
                     break
                 began = time.perf_counter()
             self.checkpointer.wait()
+            if stopped:
+                self.metrics.event(STOPPED_EVENT, step=self.step)
         return Result(self.step, line.get("loss"), validation_loss, stopped, self.prepared.output)
 
     def train_step(self, microbatches: list[dict[str, Tensor]], stop: bool = False) -> dict[str, Any]:
