@@ -22,4 +22,4 @@ Dtype = Annotated[str, SpelledDtype]
 class Section(BaseModel):
     """One section of a recipe: strict types, no unknown keys, immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
