@@ -1,51 +1,33 @@
-"""Finding backends: discover, probe, choose. A missing, broken, duplicate or outdated plugin has its outcome.
+"""Finding backends: discover, survey, choose. A missing, broken, duplicate or outdated plugin has its outcome.
 
 Entry points of the group ``accelbridge.backends`` name modules; each is loaded in its own ``try`` and keeps
 its reason: a broken plugin never hurts another backend, and always stops whoever asked for it by name.
 (pluggy's own ``load_setuptools_entrypoints`` lets one failing import end discovery, and silently skips a
-second distribution with the same name.)
-
-A plugin outside the core package is loaded and probed in a child process with a time limit first: an import
-or a driver call that hangs, exits or aborts then costs a reason, not this process. Only the backend that is
-chosen is ever imported here. ``ACCELBRIDGE_PROBE_SECONDS`` sets the limit (seconds, shared by all children;
-default 10), for example where plugins lie on a slow network file system.
+second distribution with the same name.) Only the backend that is chosen is imported here, the others are asked
+in child processes: see ``accelbridge.probing``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import IO, TYPE_CHECKING, Any
-
-import pluggy
+from typing import TYPE_CHECKING, Any
 
 from accelbridge import hookspecs
-from accelbridge.backend import API_VERSION, Backend, DeviceInfo, Probe
+from accelbridge.backend import Backend, Probe
 from accelbridge.errors import AccelbridgeError, BackendError, ConfigError, did_you_mean
+from accelbridge.probing import UNNAMED, Child, ask, load, name_version, owner_of, probe_seconds, say, show, start_child
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 ENVIRONMENT = "ACCELBRIDGE_BACKEND"
-PROBE_SECONDS_ENVIRONMENT = "ACCELBRIDGE_PROBE_SECONDS"
 _OPTION_FAULTS = {"extra_forbidden": "there is no such option"}
 """Our words for pydantic's kinds of errors, where its own say too little."""
-OLDEST_API = (1, 0)
-"""The oldest interface served: the current and the previous major, of which none precedes 1."""
-PROBE_SECONDS = 10.0
-_TAIL_BYTES = 1 << 16
-"""How much of what a child wrote to stderr is looked at."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +79,6 @@ class Selection:
         return self.candidate.probe
 
 
-def probe_seconds() -> float:
-    """The time limit of loading and probing. Raises ConfigError where the environment holds no limit."""
-    text = os.environ.get(PROBE_SECONDS_ENVIRONMENT)
-    if not text:
-        return PROBE_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(
-            f'{PROBE_SECONDS_ENVIRONMENT}="{text}" asked; it is no positive number; set seconds, such as 30'
-        )
-    return seconds
-
-
 # --------------------------------------------------------------------------------------------------- discover
 
 
@@ -135,21 +101,18 @@ def _discover() -> _Found:
     for dist in distributions():
         if hookspecs.ENTRY_POINT_GROUP not in _entry_points_text(dist):
             continue
-        name, version = _name_version(dist)
+        name, version = name_version(dist)
         canonical = re.sub(r"[-_.]+", "-", name).lower()
-        if canonical in seen and name != _UNNAMED:
+        if canonical in seen and name != UNNAMED:
             continue
         seen.add(canonical)
         try:
             for point in dist.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP):
                 points.setdefault(point.name, []).append(point)
         except Exception as error:
-            why = f"the entry_points.txt of {name} {version} cannot be read ({_say(error)}); install it again"
+            why = f"the entry_points.txt of {name} {version} cannot be read ({say(error)}); install it again"
             unreadable.append(Candidate(name, name, version).unusable(why))
     return _Found(dict(sorted(points.items())), unreadable)
-
-
-_UNNAMED = "unknown distribution"
 
 
 def _entry_points_text(dist: Distribution) -> str:
@@ -157,20 +120,6 @@ def _entry_points_text(dist: Distribution) -> str:
         return dist.read_text("entry_points.txt") or ""
     except (OSError, ValueError):
         return ""
-
-
-def _name_version(dist: Distribution | None) -> tuple[str, str]:
-    """Name and version; a distribution whose METADATA is missing or damaged is still listed."""
-    try:
-        assert dist is not None
-        return dist.metadata["Name"] or _UNNAMED, dist.metadata["Version"] or ""
-    except Exception:
-        return _UNNAMED, ""
-
-
-def _owner(point: EntryPoint) -> str:
-    """``"accelbridge-acme 1.0"``."""
-    return " ".join(filter(None, _name_version(point.dist)))
 
 
 def _in_core(point: EntryPoint) -> bool:
@@ -182,294 +131,59 @@ def survey(names: Sequence[str] | None = None) -> list[Candidate]:
     found = _discover()
     points = {name: same for name, same in found.points.items() if names is None or name in names}
     limit = probe_seconds()
-    children: dict[str, _Child | BackendError] = {}
+    children: dict[str, Child | BackendError] = {}
     try:
         for name, same in points.items():
             if len(same) == 1 and not _in_core(same[0]):
-                children[name] = _start_child(same[0])
+                children[name] = _start(same[0])
         deadline = time.monotonic() + limit
         candidates = [_examine(name, same, children.get(name), deadline) for name, same in points.items()]
     finally:
         for child in children.values():
-            if isinstance(child, _Child):
+            if isinstance(child, Child):
                 child.stop()
     return candidates + [c for c in found.unreadable if names is None or c.name in names]
 
 
-def _examine(name: str, same: list[EntryPoint], child: _Child | BackendError | None, deadline: float) -> Candidate:
-    distribution, version = _name_version(same[0].dist)
+def _start(point: EntryPoint) -> Child | BackendError:
+    try:
+        return start_child(point)
+    except BackendError as error:
+        return error
+
+
+def _examine(name: str, same: list[EntryPoint], child: Child | BackendError | None, deadline: float) -> Candidate:
+    distribution, version = name_version(same[0].dist)
     blank = Candidate(name, distribution, version)
     if len(same) > 1:
         return _duplicate(blank, same)
-    if isinstance(child, BackendError):
-        return blank.unusable(str(child))
-    if child is not None:
-        return _read_child(blank, child, deadline)
+    backend = None
     try:
-        backend = load(same[0])
+        if isinstance(child, BackendError):
+            raise child
+        if child is not None:
+            answer = child.read(deadline)
+        else:
+            backend = load(same[0])
+            answer = ask(backend)
     except BackendError as error:
         return blank.unusable(str(error))
     return replace(
         blank,
         backend=backend,
-        api_version=_api(backend),
-        accelerator=backend.accelerator,
-        probe=run_probe(backend),
+        api_version=answer.api_version,
+        accelerator=answer.accelerator,
+        probe=answer.probe,
     )
 
 
 def _duplicate(blank: Candidate, same: list[EntryPoint]) -> Candidate:
     """Nobody can say which one was meant, so neither is used."""
-    owners = " and ".join(f"{_owner(point)} ({point.value})" for point in same)
-    names = list(dict.fromkeys(_name_version(point.dist)[0] for point in same))
+    owners = " and ".join(f"{owner_of(point)} ({point.value})" for point in same)
+    names = list(dict.fromkeys(name_version(point.dist)[0] for point in same))
     several = f"{len(same)} distributions provide" if len(names) > 1 else "one distribution twice provides"
     both = replace(blank, distribution=" and ".join(names), version="" if len(names) > 1 else blank.version)
     return both.unusable(f'{several} a backend named "{blank.name}": {owners}; uninstall all but one')
-
-
-def _api(backend: type[Backend]) -> str:
-    return ".".join(map(str, backend.api_version))
-
-
-def _say(error: BaseException) -> str:
-    """Class and message of an error, also of one that cannot be turned into text."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _show(value: object) -> str:
-    """A short repr, also of an object that has none."""
-    try:
-        return repr(value)[:80]
-    except Exception:
-        return f"an object of {type(value).__name__} that cannot be shown"
-
-
-# ------------------------------------------------------------------------------------------------ load, probe
-
-
-def load(point: EntryPoint) -> type[Backend]:
-    """Import one plugin and return its class. Raises BackendError with distribution and cause."""
-    return _load(point, _owner(point))
-
-
-def _load(point: EntryPoint, owner: str) -> type[Backend]:
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    try:
-        # What a plugin prints must not mix with our own output, which may be JSON.
-        with contextlib.redirect_stdout(sys.stderr):
-            manager.register(point.load(), name=point.name)
-            backend = manager.hook.accelbridge_backend()
-    except (Exception, SystemExit) as error:
-        raise BackendError(f"{owner} failed to load: {_say(error)}; install or update it") from error
-    if not manager.hook.accelbridge_backend.get_hookimpls():
-        raise BackendError(
-            f"{owner}: {point.value} has no hook; "
-            "its author adds a function accelbridge_backend() marked @accelbridge.hookimpl"
-        )
-    if not (isinstance(backend, type) and issubclass(backend, Backend)):
-        found = "nothing" if backend is None else _show(backend)
-        raise BackendError(
-            f"{owner}: the hook accelbridge_backend must return a subclass of accelbridge.Backend; it returned {found}"
-        )
-    _check_class(owner, point.name, backend)
-    return backend
-
-
-def _check_class(owner: str, name: str, backend: type[Backend]) -> None:
-    theirs = getattr(backend, "name", None)
-    if theirs != name:
-        raise BackendError(
-            f'{owner}: entry point "{name}" returned a backend named {_show(theirs)}; the two must be equal'
-        )
-    _check_api(owner, getattr(backend, "api_version", None))
-    if missing := sorted(getattr(backend, "__abstractmethods__", ())):
-        raise BackendError(f"{owner}: {backend.__name__} lacks {', '.join(missing)}; its author adds them")
-    for attribute, kind, what in (("device_type", str, "text"), ("accelerator", bool, "True or False")):
-        value = getattr(backend, attribute, None)
-        if not isinstance(value, kind):
-            where = f"{backend.__name__}.{attribute}"
-            raise BackendError(f"{owner}: {where} must be {what}; it is {_show(value)}")
-    if not _is_model(backend.options_model):
-        raise BackendError(
-            f"{owner}: {backend.__name__}.options_model must be a pydantic model or None; "
-            f"it is {_show(backend.options_model)}"
-        )
-
-
-def _check_api(owner: str, api: object) -> None:
-    if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
-        raise BackendError(f"{owner}: api_version must be (major, minor), such as (1, 0); it is {_show(api)}")
-    theirs = f"{api[0]}.{api[1]}"
-    served = f"this accelbridge serves {OLDEST_API[0]}.{OLDEST_API[1]} to {API_VERSION[0]}.{API_VERSION[1]}"
-    if api < OLDEST_API:
-        raise BackendError(f"{owner} was written for interface {theirs}, too old: {served}; update {owner}")
-    if api > API_VERSION:
-        raise BackendError(f"{owner} needs interface {theirs}, too new: {served}; update accelbridge")
-
-
-def _is_model(model: object) -> bool:
-    if model is None:
-        return True
-    from pydantic import BaseModel
-
-    return isinstance(model, type) and issubclass(model, BaseModel)
-
-
-def run_probe(backend: type[Backend]) -> Probe:
-    """Call ``probe``; one that raises or returns something else makes an unavailable backend."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            probe = backend.probe()
-    except (Exception, SystemExit) as error:
-        return Probe(False, f"its probe raised {_say(error)} (a probe must never raise)")
-    if not isinstance(probe, Probe):
-        return Probe(False, f"its probe returned {_show(probe)}, not an accelbridge.backend.Probe")
-    if problem := _not_plain(probe):
-        return Probe(False, f"its probe holds values that are not plain data: {problem}")
-    reason = probe.reason or "its probe gives no reason"
-    return replace(probe, reason=reason, devices=tuple(probe.devices))
-
-
-def _not_plain(probe: Probe) -> str | None:
-    """Which value of ``probe`` is not what its annotation says; None where all are."""
-    fields: list[tuple[str, object, type | tuple[type, ...], str]] = [
-        ("available", probe.available, bool, "True or False"),
-        ("reason", probe.reason, str, "text"),
-        ("devices", probe.devices, (tuple, list), "a tuple of DeviceInfo"),
-        ("software", probe.software, Mapping, "a mapping of text to text"),
-        ("facts", probe.facts, Mapping, "a mapping of text to text"),
-    ]
-    for name, value, kind, what in fields:
-        if not isinstance(value, kind):
-            return f"{name} must be {what}; it is {_show(value)}"
-    for index, device in enumerate(probe.devices):
-        if not _plain_device(device):
-            return f"devices[{index}] must be a DeviceInfo of plain numbers and text; it is {_show(device)}"
-    for name, mapping in (("software", probe.software), ("facts", probe.facts)):
-        for item in mapping.items():
-            if not all(isinstance(part, str) for part in item):
-                return f"{name} must map text to text; it holds {_show(item)}"
-    return None
-
-
-def _plain_device(device: object) -> bool:
-    return (
-        isinstance(device, DeviceInfo)
-        and type(device.index) is int
-        and isinstance(device.chip, str)
-        and (device.memory_bytes is None or type(device.memory_bytes) is int)
-    )
-
-
-@dataclass(frozen=True)
-class _Child:
-    """A process that loads and probes one plugin. Its output goes to files: a pipe could be held open by its
-    own children, or fill up while another child is read."""
-
-    process: subprocess.Popen[bytes]
-    answer: IO[bytes]
-    errors: IO[bytes]
-
-    def wait(self, deadline: float) -> bool:
-        """Whether it ended in time."""
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def stop(self) -> None:
-        """End it with everything it started; one that hangs inside a driver cannot be waited for."""
-        if self.process.poll() is None:
-            if os.name == "posix":
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
-        self.answer.close()
-        self.errors.close()
-
-    def last_words(self) -> str:
-        """How it ended, and the last line it wrote to stderr."""
-        code = self.process.returncode
-        how = f"exit code {code}"
-        if code < 0:
-            how = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
-        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return f"{how}: {lines[-1]}" if lines else how
-
-
-def _start_child(point: EntryPoint) -> _Child | BackendError:
-    """Load and probe ``point`` in a child, with the import path of this process."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    answer = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _Child.stop)
-    errors = tempfile.TemporaryFile()  # noqa: SIM115
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "accelbridge.plugins", point.name, point.value, _owner(point)],
-            stdin=subprocess.DEVNULL,
-            stdout=answer,
-            stderr=errors,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        answer.close()
-        errors.close()
-        return BackendError(f"no process could be started to probe it: {_say(error)}")
-    return _Child(process, answer, errors)
-
-
-def _read_child(blank: Candidate, child: _Child, deadline: float) -> Candidate:
-    if not child.wait(deadline):
-        return blank.unusable(
-            f"loading or probing it did not finish in {probe_seconds():g} s; update it, "
-            f"or set {PROBE_SECONDS_ENVIRONMENT} where this machine is slow"
-        )
-    child.answer.seek(0)
-    try:
-        data = json.loads(child.answer.read())
-    except ValueError:
-        return blank.unusable(f"loading or probing it ended its process ({child.last_words()})")
-    if failure := data.get("failure"):
-        return blank.unusable(failure)
-    devices = tuple(DeviceInfo(**device) for device in data["probe"].pop("devices"))
-    return replace(
-        blank,
-        api_version=data["api_version"],
-        accelerator=data["accelerator"],
-        probe=Probe(devices=devices, **data["probe"]),
-    )
-
-
-def _child(name: str, value: str, owner: str) -> None:
-    """Body of the child process: one JSON document on stdout, whatever the plugin prints."""
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    point = EntryPoint(name, value, hookspecs.ENTRY_POINT_GROUP)
-    try:
-        backend = _load(point, owner)
-        answer = {"api_version": _api(backend), "accelerator": backend.accelerator} | _probed(backend)
-    except BackendError as error:
-        answer = {"failure": str(error)}
-    with open(ours, "w", encoding="utf-8") as file:
-        json.dump(answer, file)
-    os._exit(0)  # the answer is given: the plugin's threads, exit handlers and teardown no longer matter
-
-
-def _probed(backend: type[Backend]) -> dict[str, Any]:
-    probe = run_probe(backend)
-    plain = {"available": probe.available, "reason": probe.reason}
-    plain |= {"devices": [asdict(device) for device in probe.devices]}
-    return {"probe": plain | {"software": dict(probe.software), "facts": dict(probe.facts)}}
 
 
 # ----------------------------------------------------------------------------------------------------- choose
@@ -565,7 +279,7 @@ def instantiate(selection: Selection, options: Mapping[str, Any]) -> Backend:
         raise
     except Exception as error:
         owner = f"{selection.candidate.distribution} {selection.candidate.version}".strip()
-        raise BackendError(f"{owner} failed to start: {_say(error)}; update it") from error
+        raise BackendError(f"{owner} failed to start: {say(error)}; update it") from error
 
 
 def _options(backend: type[Backend], options: Mapping[str, Any]) -> BaseModel | None:
@@ -581,12 +295,8 @@ def _options(backend: type[Backend], options: Mapping[str, Any]) -> BaseModel | 
     except ValidationError as error:
         known = ", ".join(model.model_fields)
         lines = [
-            f"{'.'.join(['backend.options', *map(str, problem['loc'])])} asked as {_show(problem['input'])}; "
+            f"{'.'.join(['backend.options', *map(str, problem['loc'])])} asked as {show(problem['input'])}; "
             f"{_OPTION_FAULTS.get(problem['type'], problem['msg'])}; known: {known}"
             for problem in error.errors(include_url=False)
         ]
         raise ConfigError("\n".join(lines)) from None
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from accelbridge import plugins
+from accelbridge import plugins, probing
 from accelbridge.backend import DeviceInfo, Probe
 from accelbridge.errors import BackendError, ConfigError
 from accelbridge.plugins import Candidate
@@ -153,7 +153,7 @@ def good_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def second_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another available accelerator, without options, and a shy one: it cannot be imported in the main process."""
     plain = "Made.options_model = None"
-    shy = "import sys\nif not sys.argv[0].endswith('plugins.py'): raise ImportError('only in a child')\n"
+    shy = "import sys\nif not sys.argv[0].endswith('probing.py'): raise ImportError('only in a child')\n"
     both = [
         Plugin("second", backend_source("second", changes=plain)),
         Plugin("shy", backend_source("shy", before=shy)),
@@ -165,7 +165,7 @@ def second_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_path(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put folders on the import path of this process, and forget their modules afterwards."""
     monkeypatch.delenv(plugins.ENVIRONMENT, raising=False)
-    monkeypatch.setenv(plugins.PROBE_SECONDS_ENVIRONMENT, "60")
+    monkeypatch.setenv(probing.PROBE_SECONDS_ENVIRONMENT, "60")
     yield lambda *sites: [monkeypatch.syspath_prepend(str(site)) for site in sites]
     for name in [name for name in sys.modules if name.startswith("vendor_")]:
         del sys.modules[name]
@@ -297,8 +297,8 @@ def test_hanging_plugins_cost_one_limit_together(tmp_path: Path, on_path: Any, m
     assert seconds < 4 * LIMIT_S, "the limit is shared"
     assert not _alive(tmp_path / "grandchild")
     on_path(site)
-    monkeypatch.setattr(plugins, "PROBE_SECONDS", 0.5)
-    monkeypatch.delenv(plugins.PROBE_SECONDS_ENVIRONMENT)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.5)
+    monkeypatch.delenv(probing.PROBE_SECONDS_ENVIRONMENT)
     with pytest.raises(BackendError, match=r"did not finish in 0\.5 s; .*set ACCELBRIDGE_PROBE_SECONDS"):
         plugins.choose("importhangs")
 
@@ -320,14 +320,14 @@ def _alive(file: Path) -> bool:
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
 def test_the_limit_must_be_a_positive_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugins.PROBE_SECONDS_ENVIRONMENT, text)
+    monkeypatch.setenv(probing.PROBE_SECONDS_ENVIRONMENT, text)
     with pytest.raises(ConfigError, match=f'ACCELBRIDGE_PROBE_SECONDS="{text}" asked; it is no positive number'):
-        plugins.probe_seconds()
+        probing.probe_seconds()
 
 
 def test_the_limit_is_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(plugins.PROBE_SECONDS_ENVIRONMENT, raising=False)
-    assert plugins.probe_seconds() == 10.0
+    monkeypatch.delenv(probing.PROBE_SECONDS_ENVIRONMENT, raising=False)
+    assert probing.probe_seconds() == 10.0
 
 
 # --------------------------------------------------------------------------------------------------------- good
