@@ -384,8 +384,8 @@ class Execution(ABC):
     """Where the batch lies; known after :meth:`start`."""
 
     @abstractmethod
-    def processes_per_host(self, devices: int) -> int:
-        """How many processes to launch on a host with so many devices."""
+    def devices_per_process(self, devices: int) -> int:
+        """How many of a host's ``devices`` one process drives: 1 in eager, all of them in spmd."""
 
     @abstractmethod
     def start(

@@ -21,7 +21,7 @@ def explain_text(
     # Without a recipe there is no model: the plan holds the backend, its facts and its lowerings.
     provided = None if config.model is not None else Provided(model=True, data=True, requests=[])
     target = choose_target(config, backend, everything=True)
-    world = World(size=nproc or _devices(config.parallel, target))
+    world = World(size=nproc or _devices(config.parallel, target) // target.devices_per_process() or 1)
     plan = prepare(config, world, target=target, provided=provided, writes=False).plan
     if as_json:
         return json.dumps(plan.as_dict(), indent=1)

@@ -44,8 +44,8 @@ class EagerExecution(Execution):
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
 
-    def processes_per_host(self, devices: int) -> int:
-        return devices
+    def devices_per_process(self, devices: int) -> int:
+        return 1
 
     def start(self, store: dist.Store, world: World, layout: Layout, timeout_s: float, check: bool) -> None:
         self.device = self._device.bind(world)

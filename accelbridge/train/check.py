@@ -8,18 +8,18 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
 
 
-def resolve_layout(parallel: ParallelConfig, world_size: int, capabilities: Capabilities) -> Layout:
-    """The layout of ``world_size`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
+def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabilities) -> Layout:
+    """The layout of ``devices`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
     _supported_axes(parallel, capabilities)
     rest = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
     dp_shard = parallel.dp_shard
     if dp_shard == "auto":
-        if world_size % rest:
+        if devices % rest:
             raise ConfigError(
-                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {_devices(world_size)}, "
+                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {_devices(devices)}, "
                 f"not a multiple of {rest}; set --nproc to one, or another degree"
             )
-        dp_shard = world_size // rest
+        dp_shard = devices // rest
     layout = Layout(
         dp_replicate=parallel.dp_replicate,
         dp_shard=dp_shard,
@@ -30,10 +30,10 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, capabilities: Capa
         pp=parallel.pp,
         ep=parallel.ep,
     )
-    if layout.size != world_size:
+    if layout.size != devices:
         raise ConfigError(
             f"parallel.dp_replicate {layout.dp_replicate} x parallel.dp_shard {layout.dp_shard} asked, which takes "
-            f"{_devices(layout.size)}; the run has {world_size}; set --nproc {layout.size}, or parallel.dp_shard: auto"
+            f"{_devices(layout.size)}; the run has {devices}; set --nproc {layout.size}, or parallel.dp_shard: auto"
         )
     return layout
 

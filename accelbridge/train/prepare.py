@@ -42,10 +42,14 @@ class Target:
     backend: Backend
     capabilities: Capabilities
 
+    def devices_per_process(self) -> int:
+        """Devices of this host that one process drives; more than one only under spmd execution."""
+        return self.backend.execution.devices_per_process(self.backend.device.count())
+
     def processes(self, asked: int | None = None) -> int:
         """Processes to start on this host: ``asked``, else one per accelerator. Raises ConfigError for too many."""
         offered = self.backend.device.count()
-        most = self.backend.execution.processes_per_host(offered)
+        most = offered // self.devices_per_process()
         if asked is not None and asked > most:
             raise ConfigError(
                 f"--nproc {asked} asked; backend {self.backend.name} offers {offered} device{'s' * (offered != 1)} "
@@ -130,7 +134,7 @@ def _prepare(
     config: TrainConfig, world: World, target: Target, resume: str | Path, provided: Provided, writes: bool
 ) -> Prepared:
     check_settings(config, target.capabilities)
-    layout = resolve_layout(config.parallel, world.size, target.capabilities)
+    layout = resolve_layout(config.parallel, world.size * target.devices_per_process(), target.capabilities)
     size, count = accumulation_steps(config.train, layout)
     if config.model is None and not provided.model:
         raise ConfigError(

@@ -294,7 +294,7 @@ class Trainer:
         facts = RunFacts(
             parameters=self.parameters,
             flops_per_token=config.model.flops_per_token(config.train.seq_len) if config.model else None,
-            peak_flops=peak * world.size if peak is not None else None,
+            peak_flops=peak * prepared.layout.size if peak is not None else None,
             total_steps=config.train.steps,
             tokens_per_step=config.train.global_batch_size * config.train.seq_len,
         )
