@@ -87,6 +87,7 @@ class EagerExecution(Execution):
     # ---- model
 
     def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
+        _check_dimensions(model)
         on_meta = _wholly_on_meta(model)
         if not on_meta:
             model.to(self.device)
@@ -97,7 +98,7 @@ class EagerExecution(Execution):
             "mp_policy": _policy(precision),
             "reshard_after_forward": self._layout.zero == 3,
         }
-        model.to(dtype=getattr(torch, precision.params))
+        _cast_parameters(model, getattr(torch, precision.params))
         for name, module in reversed(list(model.named_modules())):
             if name and spec.is_unit(name):
                 fully_shard(module, **options)
@@ -177,6 +178,21 @@ class EagerExecution(Execution):
 
     def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
         return unsupported(f"eager execution compiles no whole step, so none for {target}")
+
+
+def _check_dimensions(model: nn.Module) -> None:
+    if scalar := next((name for name, p in model.named_parameters() if p.dim() == 0), None):
+        raise ConfigError(
+            f"a model with parameter {scalar}, which has no dimension; parameters are sharded along dimension 0; "
+            "give it the shape (1,)"
+        )
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point parameters to ``dtype``; buffers stay as the model made them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
