@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,7 +69,8 @@ def _as_rank(load: Callable[[], TrainConfig], backend: str | None, resume: str) 
         result = trainer.fit()
     except Exception as error:
         # Before there is a trainer, the run is none: its folder may be that of another.
-        _report(error, _append_to_log(trainer.prepared) if trainer is not None else None)
+        failed_at = (trainer.failed_at if trainer is not None else None) or time.time()
+        _report(error, _append_to_log(trainer.prepared) if trainer is not None else None, failed_at)
         return error.exit_code if isinstance(error, AccelbridgeError) else 1
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell reports it
@@ -87,12 +89,12 @@ def _append_to_log(prepared: Prepared) -> Path | None:
     return path
 
 
-def _report(error: Exception, log: Path | None) -> None:
+def _report(error: Exception, log: Path | None, failed_at: float) -> None:
     """Say what happened, once: through our launcher if it is ours, else on stderr."""
     text = str(error) if isinstance(error, AccelbridgeError) else _crash(error, log)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if BY_US in os.environ and path is not None:
-        Path(path).write_text(json.dumps({"message": text}), encoding="utf-8")
+        Path(path).write_text(json.dumps({"message": text, "failed_at": failed_at}), encoding="utf-8")
     else:
         typer.echo(f"error: rank {os.environ.get('RANK', '?')}: {text}" if launched() else f"error: {text}", err=True)
 

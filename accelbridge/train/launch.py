@@ -136,18 +136,28 @@ def _listen(port: int | None) -> socket.socket:
 
 
 def _failed(error: ChildFailedError) -> int:
-    """Print the first failure once, and return its code."""
-    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    """Print the failure that came first, and return its code; the others mostly follow from it."""
     if all(f.exitcode == STOPPED_EXIT_CODE for f in error.failures.values()):
         return STOPPED_EXIT_CODE
-    message = _message(failure)
-    typer.echo(f"error: rank {rank}: {message}", err=True)
+    reports = {rank: _read_report(failure) for rank, failure in error.failures.items()}
+    # A rank that left no report died without a word, which the others' reports are about.
+    rank = min(reports, key=lambda r: reports[r].get("failed_at", 0.0))
+    failure = error.failures[rank]
+    typer.echo(f"error: rank {rank}: {reports[rank].get('message') or _died(failure.exitcode)}", err=True)
     return failure.exitcode if failure.exitcode > 0 else 1
 
 
-def _message(failure: Any) -> str:
+def _read_report(failure: Any) -> dict[str, Any]:
+    """What a rank of ours wrote about its end (``accelbridge.cli.train``); empty where it could not."""
     try:
-        return json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        died = f"ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        return f"{died} without a message; see OUTPUT/logs"
+        report = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report.get("failed_at"), float) else {}
+
+
+def _died(code: int) -> str:
+    return f"ended by signal {-code}" + _HINT if code < 0 else f"exit code {code} without a message" + _HINT
+
+
+_HINT = "; see OUTPUT/logs"

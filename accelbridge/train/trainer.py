@@ -112,6 +112,8 @@ class Trainer:
         self._stops: list[Tensor] = []
         """Whether any rank had been asked to stop, by step since the last read; on the device."""
         self._ready = self._closed = False
+        self.failed_at: float | None = None
+        """Unix time of the error that ended the run: before closing, which makes the other ranks fail as well."""
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -194,7 +196,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.failed_at = time.time()
         self.close()
 
     # --------------------------------------------------------------------------------------------------- set-up
