@@ -118,7 +118,6 @@ class Capabilities:
 
     chip: Chip
     table: Mapping[tuple[str, str, str], Support]
-    execution_models: tuple[str, ...] = ("eager",)
     layout_axes: tuple[str, ...] = ("dp_replicate", "dp_shard")
     """Axes of the layout that may be larger than 1."""
     pinned_host_memory: Support = FULL
@@ -374,7 +373,7 @@ class Execution(ABC):
     methods; it never asks which of the two it runs on. Process groups are a detail of the eager one.
 
     Order of calls: ``start``, ``realise``, then per step ``place`` / ``microbatch`` / ``sum`` /
-    ``clip_grad_norm`` / ``end_step``; ``state`` and ``load_state`` between steps; ``close`` at the end.
+    ``clip_grad_norm`` / ``end_step``; ``any``, ``state`` and ``load_state`` between steps; ``close`` at the end.
     """
 
     model: ClassVar[str]
@@ -437,6 +436,10 @@ class Execution(ABC):
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all data-parallel replicas; stays on the device."""
+
+    @abstractmethod
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so. Waits for all of them, so it belongs between steps."""
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,13 @@ def start(*args: str, **env: str) -> subprocess.Popen[str]:
         env=environment(**env),
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

@@ -282,7 +282,7 @@ def test_resume_of_what_cannot_be_resumed(finished: Path, run: Run, unchanged: C
         ],
         str(checkpoint(folder / "newer", 25, version=2)): ["format version 2", "reads version 1", "release that wrote"],
         str(checkpoint(folder / "late", 21)): ["at step 21", "train.steps is 20", "raise train.steps"],
-        str(known / "step_10"): ["newer checkpoints (step_20)", "set another output.dir"],
+        str(known / "step_10"): ["also holds step_20", "set another output.dir"],
         "x" * 300: ["--resume xxx", "File name too long", "set another path"],
         "": ["--resume"],
     }

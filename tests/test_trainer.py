@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -193,11 +192,8 @@ def test_ranks_leave_with_a_killed_launcher_and_others_wait_for_them(tmp_path: P
 
 def test_two_agents_on_one_host_are_two_nodes(tmp_path: Path, store: Path, runs: dict[str, Steps]) -> None:
     recipe = cli.write_recipe(tmp_path / "nodes.yaml", store)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{cli.free_port()}", "--local-addr=127.0.0.1"]
     agents = [
         subprocess.Popen(
             [*torchrun, f"--node-rank={node}", "-m", "accelbridge", "train", str(recipe)],

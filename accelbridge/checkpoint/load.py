@@ -79,7 +79,7 @@ def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> N
         found = [line for part in gathered for line in part]
     if found:
         raise CheckpointError(
-            "; ".join(found) + f"; the checkpoint {path.name} is damaged; resume from another (--resume PATH)"
+            "; ".join(found) + f"; the checkpoint {path.name} is damaged; move it away and resume with --resume auto"
         )
 
 

@@ -69,6 +69,11 @@ class Checkpointer:
         if error is not None:
             raise CheckpointError(f"saving to {self._root} failed: {error}; earlier checkpoints are intact") from error
 
+    def poll(self) -> None:
+        """Raise the error of a pending checkpoint that has failed; never blocks."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def close(self) -> None:
         """Finish the pending checkpoint and end the thread."""
         try:

@@ -89,17 +89,22 @@ class PackedSamples:
         }
 
 
-def check_samples(samples: object) -> Samples:
+def check_samples(samples: object, what: str = "training") -> Samples:
     """Return ``samples`` if it is map-style and not empty. Raises ``ConfigError`` or ``DataError``."""
     # An IterableDataset inherits a __getitem__ that only raises.
     if not isinstance(samples, Samples) or isinstance(samples, torch.utils.data.IterableDataset):
         raise ConfigError(
-            f"the training data is a {type(samples).__name__}, which is not map-style; resuming "
+            f"the {what} data is a {type(samples).__name__}, which is not map-style; resuming "
             "at the exact sample on any layout needs __len__ and __getitem__(index) -> dict of tensors"
         )
     if len(samples) < 1:
-        raise DataError(f"the training data ({type(samples).__name__}) has no samples")
+        raise DataError(f"the {what} data ({type(samples).__name__}) has no samples")
     return cast(Samples, samples)
+
+
+def describe_samples(samples: Samples) -> str:
+    """How many samples and what one holds, as text: what ranks compare where there is no fingerprint."""
+    return f"{len(samples)} samples of {_signature(samples[0])}"
 
 
 # -------------------------------------------------------------------------------------------------- loaders
@@ -178,8 +183,8 @@ def evaluation_batches(samples: Samples, batch_size: int, coordinates: range, da
     Args:
         batch_size: samples per batch and coordinate; a batch has ``batch_size * len(coordinates)`` rows.
 
-    Rows that are left over at the end are copies of the last sample whose ``targets`` are all -100 and whose
-    ``sample_ids`` are -1. So a sum over targets counts each token once, and no rank waits for another.
+    Rows that are left over at the end are copies of the last sample whose ``sample_ids`` are -1: leave them out of
+    every sum. So no rank waits for another, and no batch has another shape.
     """
     samples = check_samples(samples)
     _check_coordinates(coordinates, data_parallel)
@@ -193,12 +198,7 @@ def _evaluate(samples: Samples, ids: NDArray[np.int64]) -> Iterator[Batch]:
     last = len(samples) - 1
     for row_ids in ids:
         padded = row_ids > last
-        batch = _collate(samples, np.minimum(row_ids, last), np.where(padded, PADDING, row_ids))
-        if padded.any():
-            if "targets" not in batch:
-                raise ConfigError(f"evaluation needs samples with targets; these have {' '.join(sorted(batch))}")
-            batch["targets"][torch.from_numpy(padded)] = IGNORE
-        yield batch
+        yield _collate(samples, np.minimum(row_ids, last), np.where(padded, PADDING, row_ids))
 
 
 def _deal(batches: int, batch_size: int, coordinates: range, data_parallel: int) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from accelbridge.backend import Collectives, Device, Execution, Precision, Support, World, unsupported
 from accelbridge.errors import ConfigError
@@ -30,6 +32,8 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
+Site = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
 
 
 class EagerExecution(Execution):
@@ -92,17 +96,18 @@ class EagerExecution(Execution):
         if not on_meta:
             model.to(self.device)
         ties = _ties(model)
+        units = _units(model, spec, ties)
+        model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
         mesh = self._started if self._layout.dp_replicate > 1 else self._started["dp_shard"]
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": _policy(precision),
             "reshard_after_forward": self._layout.zero == 3,
         }
         _cast_parameters(model, getattr(torch, precision.params))
-        for name, module in reversed(list(model.named_modules())):
-            if name and spec.is_unit(name):
-                fully_shard(module, **options)
-        fully_shard(model, **options)
+        for module in reversed(units):
+            fully_shard(module, mp_policy=_policy(precision), **options)
+        # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
+        fully_shard(model, mp_policy=_policy(precision, cast_inputs=True), **options)
         for module in _fsdp_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -117,13 +122,14 @@ class EagerExecution(Execution):
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[None]:
-        training = model.training
+        training = [module for module in model.modules() if module.training]  # some may be frozen with eval()
         model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            model.train(training)
+            for module in training:
+                module.training = True
             for module in _fsdp_modules(model):
                 module.reshard()  # without a backward pass, nothing else does
 
@@ -146,8 +152,13 @@ class EagerExecution(Execution):
             dist.all_reduce(x)
         return x
 
+    def any(self, flag: bool) -> bool:
+        flags = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(flags)
+        return bool(flags.item())
+
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]  # the norm is float32
         norm = nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -181,6 +192,8 @@ class EagerExecution(Execution):
 
 
 def _check_dimensions(model: nn.Module) -> None:
+    if empty := next((name for name, p in model.named_parameters() if p.numel() == 0), None):
+        raise ConfigError(f"a model with parameter {empty}, which has no elements; remove it")
     if scalar := next((name for name, p in model.named_parameters() if p.dim() == 0), None):
         raise ConfigError(
             f"a model with parameter {scalar}, which has no dimension; parameters are sharded along dimension 0; "
@@ -195,12 +208,46 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
+def _units(model: nn.Module, spec: ShardingSpec, ties: list[list[Site]]) -> list[nn.Module]:
+    """The shard units, outermost first. Units that share a parameter with another part of the model are left to
+    the root: a unit of its own would silently get a copy."""
+    names = {name for name, _ in model.named_modules() if name and spec.is_unit(name)}
+    owner_names = {id(module): name for name, module in model.named_modules()}
+    for group in ties:
+        owners = {_innermost(owner_names[id(module)], names) for module, _ in group}
+        while len(owners) > 1:
+            names -= owners
+            owners = {_innermost(owner_names[id(module)], names) for module, _ in group}
+    return [module for name, module in model.named_modules() if name in names]
+
+
+def _innermost(module: str, units: set[str]) -> str:
+    """The unit in which ``module`` lies; "" is the root."""
+    return max((u for u in units if module == u or module.startswith(f"{u}.")), key=len, default="")
+
+
+def _require_visible_output(module: nn.Module, _: Any, output: Any) -> None:
+    """FSDP2 hooks the tensors that it finds in the root's output: without any, the root would never get gradients."""
+    if not torch.is_grad_enabled() or any(isinstance(x, Tensor) for x in _leaves(output)):
+        return
+    raise ConfigError(
+        f"{type(module).__name__} returned a {type(output).__name__} in which no tensor can be found; return a tensor, "
+        "or a tuple, dict or dataclass of tensors"
+    )
+
+
+def _leaves(output: Any) -> list[Any]:
+    if is_dataclass(output) and not isinstance(output, type):
+        return [leaf for field in fields(output) for leaf in tree_leaves(getattr(output, field.name))]
+    return tree_leaves(output)
+
+
+def _policy(precision: Precision, cast_inputs: bool = False) -> MixedPrecisionPolicy:
     compute, params = getattr(torch, precision.compute), getattr(torch, precision.params)
     return MixedPrecisionPolicy(
         param_dtype=None if compute == params else compute,
         reduce_dtype=getattr(torch, precision.reduce),
-        cast_forward_inputs=False,  # tokens and masks are not floating point, and rope tables stay float32
+        cast_forward_inputs=cast_inputs,
     )
 
 
@@ -235,9 +282,6 @@ def _wholly_on_meta(model: nn.Module) -> bool:
             f"a model with {meta[0]} on the meta device and {real} materialised; build it wholly on one of the two"
         )
     return bool(meta)
-
-
-Site = tuple[nn.Module, str]
 
 
 def _ties(model: nn.Module) -> list[list[Site]]:

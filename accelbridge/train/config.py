@@ -139,6 +139,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only at the end and on SIGTERM."""
     keep: Positive = 3
     """Newest complete checkpoints to keep."""
+    allow_other_data: bool = False
+    """Resume although the seed, the batch size, the sequence length or the data differ from the checkpoint's."""
     asynchronous: bool = True
     """Write in the background while the next steps run."""
 

@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
-from accelbridge.train.metrics import STOPPED_EVENT, last_event
+from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, last_event
 from accelbridge.train.stop import STOPPED_EXIT_CODE
 from accelbridge.train.world import BY_US, apply_environment
 
@@ -116,8 +116,9 @@ def _patience() -> dict[str, Any]:
 
 def _signalled(number: signal.Signals, output: Path) -> int:
     """The agent has passed the signal on and waited for the ranks to end."""
-    if number == signal.SIGTERM and last_event(output) == STOPPED_EVENT:
-        return STOPPED_EXIT_CODE
+    ended = last_event(output)
+    if number == signal.SIGTERM and ended in (STOPPED_EVENT, FINISHED_EVENT):
+        return STOPPED_EXIT_CODE if ended == STOPPED_EVENT else 0
     if number == signal.SIGTERM:
         typer.echo(f"error: SIGTERM ended the ranks before they had saved; see {output / 'logs'}", err=True)
     return 128 + number  # what a shell reports for a process that a signal ended

@@ -29,6 +29,31 @@ class Loss(Protocol):
         ...
 
 
+def check_loss(loss: object) -> None:
+    """Raise ConfigError unless ``loss`` is one."""
+    if not callable(loss) or not callable(getattr(loss, "count", None)):
+        raise ConfigError(
+            f"loss asked as a {type(loss).__name__}; it needs __call__(model, batch) -> sum of losses and "
+            "count(batch) -> number of targets; see accelbridge.train.loss.Loss"
+        )
+
+
+def evaluate_batch(loss: Loss, model: nn.Module, batch: Batch) -> Tensor:
+    """[sum of losses, number of targets] of the rows that are not padding (``sample_ids`` -1).
+
+    Every rank runs as many forward passes, a batch of nothing but padding included, since sharded parameters are
+    gathered by all. Next-token loss keeps the batch's shape; another one sees only the rows that count.
+    """
+    real = batch["sample_ids"] >= 0
+    if isinstance(loss, NextTokenLoss):
+        batch = {**batch, "targets": batch["targets"].masked_fill(~real.unsqueeze(-1), IGNORE)}
+        return torch.stack([loss(model, batch), loss.count(batch)])
+    some = bool(real.any())
+    kept = {name: tensor[real] for name, tensor in batch.items()} if some else batch
+    values = torch.stack([loss(model, kept).float(), loss.count(kept).float()])
+    return values if some else torch.zeros_like(values)
+
+
 class NextTokenLoss:
     """Cross-entropy of ``model(tokens)`` or ``model(tokens, segments)`` against ``targets``.
 
@@ -48,14 +73,22 @@ class NextTokenLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         extra = {self._segments: batch["segments"]} if self._segments else {}
-        out = model(batch["tokens"], **extra)
-        logits_BSV = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-        if logits_BSV is None:
+        logits_BSV = model(batch["tokens"], **extra)
+        if not isinstance(logits_BSV, Tensor):
             raise ConfigError(
-                f"the model returned a {type(out).__name__}; next-token loss needs logits [B, S, V] or an object "
-                "with .logits; return one, or pass Trainer(config, loss=...)"
+                f"the model returned a {type(logits_BSV).__name__}; next-token loss needs logits [B, S, V] or an "
+                "object with .logits; return one, or pass Trainer(config, loss=...)"
             )
         return ops.cross_entropy(logits_BSV.flatten(0, -2), batch["targets"].flatten(), IGNORE)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch["targets"] != IGNORE).sum(dtype=torch.float32)
+
+
+def unpack_logits(_: nn.Module, __: object, output: object) -> object:
+    """Forward hook: ``output.logits`` in place of an object that has it.
+
+    Sharding looks for tensors in what a model returns, and cannot see into an object of any class.
+    """
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output

@@ -41,6 +41,8 @@ METRICS_FILE = "metrics.jsonl"
 UNKNOWN = "unknown"
 STOPPED_EVENT = "stopped"
 """Event of a run that ended early on SIGTERM, after its checkpoint was published."""
+FINISHED_EVENT = "finished"
+"""Event of a run that did all its steps."""
 HISTORY = ("start", "resume")
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from accelbridge.errors import ConfigError
 from accelbridge.train.config import OptimizerConfig
 
 
@@ -19,6 +20,8 @@ def build_optimizer(
     ``adamw`` is the implementation that the plan chose, called like ``torch.optim.AdamW``, which is the default.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("a model without a trainable parameter; set requires_grad on what is to be trained")
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
@@ -50,7 +53,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the moments that AdamW otherwise makes at its first update, so that a checkpoint can fill them.
 
-    One update with zero gradients and a zero rate: parameters keep their values, the moments are zero.
+    One update with zero gradients and a zero rate, after which the count of updates is put back to 0: parameters
+    keep their values, and the state is what a first update starts from. A parameter that never gets a gradient
+    so has state too, and every checkpoint the same entries.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     set_learning_rate(optimizer, 0.0)
@@ -59,5 +64,9 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

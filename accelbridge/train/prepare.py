@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,8 @@ class Provided:
     """What a script brings itself instead of naming it in the recipe."""
 
     model: bool = False
-    data: bool = False
+    data: Mapping[str, str] = field(default_factory=dict)
+    """"train" and "validation" as far as the script brings them, each described for the other ranks to compare."""
     requests: Sequence[Request] | None = None
     notes: Sequence[str] = ()
 
@@ -140,7 +141,7 @@ def _prepare(
         raise ConfigError(
             f"model is missing from {config.places.source}; add the section, or pass Trainer(config, model=...)"
         )
-    if writes and config.data.train is None and not provided.data:
+    if writes and config.data.train is None and "train" not in provided.data:
         raise ConfigError(
             f"data.train is missing from {config.places.source}; give the path of a token store "
             "('accelbridge data build')"
@@ -154,6 +155,8 @@ def _prepare(
             _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
+    if resumed is not None:
+        _same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
     return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan)
@@ -215,10 +218,11 @@ def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
             "raise train.steps"
         )
     newer = [p.name for p in known if _step(p) > manifest.step]
+    newer += [p.name for p in root.glob("step_*") if not (p / manifests.NAME).is_file()]
     if newer:
         raise CheckpointError(
-            f"--resume {path} asked; {root} holds newer checkpoints ({', '.join(newer)}), which going on would "
-            "replace; set another output.dir, or --resume auto"
+            f"--resume {path} asked; {root} also holds {', '.join(sorted(newer))}, which going on would have to "
+            "replace; move away what is newer or damaged, or set another output.dir"
         )
     return Resume(path, manifest)
 
@@ -248,6 +252,34 @@ def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
     raise CheckpointError(
         f"--resume {path} asked; it is a checkpoint of another model: {details}; resume with its own recipe"
     )
+
+
+_ORDER = ("train.seed", "train.global_batch_size", "train.seq_len", "data.shuffle", "data.document_mask")
+"""Settings that decide which samples a step sees: with others, the step number stands for another position."""
+
+
+def _same_order(config: TrainConfig, resume: Resume, contract: Mapping[str, Any]) -> None:
+    """Refuse to go on where the step of the checkpoint would mean other samples."""
+    then, now = resume.manifest.plan, contract
+    pairs = {name: (then.get("recipe", {}).get(name), now["recipe"].get(name)) for name in _ORDER}
+    pairs["the training data"] = (then.get("data", {}).get("train"), now["data"].get("train"))
+    changed = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if then and old != new]
+    if changed and not config.checkpoint.allow_other_data:
+        raise CheckpointError(
+            f"--resume {resume.path} asked; it saw its data in another order: {'; '.join(changed)}; samples would be "
+            "repeated or left out; set these back, or set checkpoint.allow_other_data: true"
+        )
+
+
+def check_unchanged(prepared: Prepared) -> None:
+    """Look once more, now that ``output.dir`` is locked: another run may have ended there in the meantime."""
+    if prepared.resume is None:
+        _refuse_other_run(prepared.output)
+    newest = manifests.complete(prepared.output / CHECKPOINTS)
+    if prepared.resume is not None and newest and _step(newest[-1]) > prepared.start_step:
+        raise CheckpointError(
+            f"{newest[-1]} was written by another run while this one was waiting; start again with --resume auto"
+        )
 
 
 @contextmanager
@@ -301,7 +333,8 @@ def _plan(
         requests = decoder_requests(
             config.model, config.precision.compute, config.train.seq_len, config.data.document_mask
         )
-    data = {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
+    data = dict(provided.data)
+    data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
     inputs = PlanInputs(
         requests=[*requests, Request("adamw", config.precision.params)],
         layout=layout.as_dict(),
@@ -332,5 +365,6 @@ def _wire(config: TrainConfig, layout: Layout) -> dict[str, tuple[str, str]]:
 
 def _shared_settings(config: TrainConfig) -> dict[str, Any]:
     tree = {name: value for name, value in config.model_dump().items() if name not in PER_PROCESS}
-    tree.pop("data")  # paths may differ by host; the contract carries the content's fingerprint
+    # Paths may differ by host; the contract carries the content's fingerprint.
+    tree["data"] = {name: tree["data"][name] for name in ("shuffle", "document_mask")}
     return flatten({name: value for name, value in tree.items() if value is not None})

@@ -29,20 +29,21 @@ from accelbridge.data.loader import (
     Prefetcher,
     Samples,
     check_samples,
+    describe_samples,
     evaluation_batches,
 )
-from accelbridge.errors import ConfigError
+from accelbridge.errors import ConfigError, DataError
 from accelbridge.train.build import build_model, check_equal, initialiser
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
-from accelbridge.train.loss import Loss, NextTokenLoss
-from accelbridge.train.metrics import STOPPED_EVENT, Metrics, RunFacts
+from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, unpack_logits
+from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, learning_rate, materialise_state, set_learning_rate
-from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, prepare
+from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, check_unchanged, prepare
 from accelbridge.train.progress import make_progress
 from accelbridge.train.stop import StopOnSignal
-from accelbridge.train.uncovered import coverage_notes
+from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
@@ -95,12 +96,16 @@ class Trainer:
         self.config = TrainConfig.of(config)
         if data is not None:
             check_samples(data)
+        if validation is not None:
+            check_samples(validation, "validation")
+        if loss is not None:
+            check_loss(loss)
         self.prepared = prepare(
             self.config,
             world_from_environment(),
             backend=backend,
             resume=resume,
-            provided=_provided(self.config, model, data, loss),
+            provided=_provided(self.config, model, {"train": data, "validation": validation}, loss),
         )
         self.plan = self.prepared.plan
         self.step = self.prepared.start_step
@@ -109,8 +114,6 @@ class Trainer:
         self._train = data if data is not None else _packed(self.prepared, "train")
         self._validation = validation if validation is not None else _packed(self.prepared, "validation")
         self._resources = ExitStack()
-        self._stops: list[Tensor] = []
-        """Whether any rank had been asked to stop, by step since the last read; on the device."""
         self._ready = self._closed = False
         self.failed_at: float | None = None
         """Unix time of the error that ended the run: before closing, which makes the other ranks fail as well."""
@@ -128,29 +131,26 @@ class Trainer:
             stopped = False
             began = time.perf_counter()
             for _, microbatches in steps:
-                values = self.train_step(microbatches, stop.requested)
+                values = self.train_step(microbatches)
                 self.step += 1
                 self.metrics.record(self.step, **values, step_time=time.perf_counter() - began)
                 if self._due():
-                    line, stopped = self._read_metrics()
-                    validation_loss = self._evaluate_if_due(stopped)
+                    line = self._read_metrics()
+                    stopped = self.execution.any(stop.requested)
                     self._save_if_due(stopped)
+                    validation_loss = self._evaluate_if_due(stopped)
                 if stopped:
                     break
                 began = time.perf_counter()
             self.checkpointer.wait()
-            if stopped:
-                self.metrics.event(STOPPED_EVENT, step=self.step)
+            self.metrics.event(STOPPED_EVENT if stopped else FINISHED_EVENT, step=self.step)
         return Result(self.step, line.get("loss"), validation_loss, stopped, self.prepared.output)
 
-    def train_step(self, microbatches: list[dict[str, Tensor]], stop: bool = False) -> dict[str, Any]:
+    def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         """One optimizer update. Returns device scalars; nothing here waits for the device."""
         execution, model = self.execution, self.model
         batches = [execution.place(batch) for batch in microbatches]
-        # One reduction carries the step's target count and whether any rank was asked to stop.
-        counts = torch.stack([sum_of(self.loss.count(batch) for batch in batches), self._flag(stop)])
-        targets, stops = execution.sum(counts).unbind()
-        self._stops.append(stops)
+        targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
         total = torch.zeros_like(targets)
         divisor = targets.clamp(min=1)  # a step without a single target has loss 0, not NaN
         for index, batch in enumerate(batches):
@@ -182,10 +182,12 @@ class Trainer:
         with self.execution.evaluation(self.model):
             for batch in batches:
                 placed = self.execution.place(batch)
-                totals.append(torch.stack([self.loss(self.model, placed), self.loss.count(placed)]))
+                totals.append(evaluate_batch(self.loss, self.model, placed))
                 self.execution.end_step()
         # One reduction over a tree of float32 sums: not every device has float64.
         loss, count = self.execution.sum(torch.stack(totals).sum(0)).tolist()
+        if not count:
+            raise DataError("the validation data has no targets; give data in which some are not -100")
         return loss / count
 
     def close(self) -> None:
@@ -210,9 +212,10 @@ class Trainer:
         if self._ready:
             return
         prepared, config, world = self.prepared, self.config, self.prepared.world
-        self._resources.callback(RankLog(prepared.output, world.rank).close)
         if world.rank == 0:
             self._resources.callback(OutputLock(prepared.output).release)
+            check_unchanged(prepared)
+        self._resources.callback(RankLog(prepared.output, world.rank).close)
         self._agree_and_start()
         self._show_plan()
         self._build()
@@ -259,6 +262,8 @@ class Trainer:
         config = self.config
         self.plan.bind()
         model = self._model if self._model is not None else build_model(config)
+        if self._loss is None:
+            model.register_forward_hook(unpack_logits)
         self.loss: Loss = self._loss or NextTokenLoss(model)
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
@@ -272,9 +277,9 @@ class Trainer:
         prepared, config, world = self.prepared, self.config, self.prepared.world
         root = prepared.output / CHECKPOINTS
         group = self.execution.control_group
+        materialise_state(self.optimizer)
         if prepared.resume is not None:
             verify(prepared.resume.path, prepared.resume.manifest, group)
-            materialise_state(self.optimizer)
             state = self._state()
             if prepared.resume.manifest.world_size != world.size:
                 state = {name: t for name, t in state.items() if not name.startswith("rng.")}
@@ -326,13 +331,12 @@ class Trainer:
     def _last(self) -> bool:
         return self.step >= self.config.train.steps
 
-    def _read_metrics(self) -> tuple[dict[str, Any], bool]:
-        """Read the pending values; all ranks read the same ones, so they decide the same."""
+    def _read_metrics(self) -> dict[str, Any]:
+        """Read the pending values, and notice a background save that has failed."""
+        self.checkpointer.poll()
         lines = self.metrics.flush()
         self.progress.update(lines[-1])
-        stopped = bool(torch.stack(self._stops).any())
-        self._stops.clear()
-        return lines[-1], stopped
+        return lines[-1]
 
     def _evaluate_if_due(self, stopped: bool) -> float | None:
         if stopped or not self._evaluation_due():
@@ -375,14 +379,6 @@ class Trainer:
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
 
-    def _flag(self, value: bool) -> Tensor:
-        return torch.tensor(float(value), device=self.execution.device)
-
-
-def sum_of(tensors: Any) -> Tensor:
-    """Sum of 0-d tensors (``sum`` would start from a Python 0)."""
-    return torch.stack(list(tensors)).sum()
-
 
 def _packed(prepared: Prepared, split: str) -> Samples | None:
     store = getattr(prepared, split)
@@ -390,14 +386,19 @@ def _packed(prepared: Prepared, split: str) -> Samples | None:
     return PackedSamples(store, config.train.seq_len, config.data.document_mask) if store is not None else None
 
 
-def _provided(config: TrainConfig, model: nn.Module | None, data: Samples | None, loss: Loss | None) -> Provided:
-    """What the plan must know of a script's own model: the ops it is known to call, and what is not covered."""
+def _provided(
+    config: TrainConfig, model: nn.Module | None, own: Mapping[str, Samples | None], loss: Loss | None
+) -> Provided:
+    """What the plan must know of a script's own data and model: what they are, the ops it is known to call, and
+    what is not covered."""
+    data = {name: describe_samples(samples) for name, samples in own.items() if samples is not None}
     if model is None:
-        return Provided(data=data is not None)
+        return Provided(data=data)
     if config.model is not None:
         raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
     requests = [] if loss is not None else [Request("cross_entropy", config.precision.compute)]
+    check_savable(model)
     notes = coverage_notes(model)
     if loss is None and (note := NextTokenLoss(model).note):
         notes.append(note)
-    return Provided(model=True, data=data is not None, requests=requests, notes=notes)
+    return Provided(model=True, data=data, requests=requests, notes=notes)

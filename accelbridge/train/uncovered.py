@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from accelbridge.errors import ConfigError
+
 
 def coverage_notes(model: nn.Module) -> list[str]:
     """Notes for the plan: modules that run as plain torch, and random ones whose values depend on the layout."""
@@ -15,4 +17,18 @@ def coverage_notes(model: nn.Module) -> list[str]:
         notes.append(f"outside the plan, as plain torch modules: {', '.join(plain)}")
     if dropouts:
         notes.append(f"{', '.join(dropouts)} draws from the rank's own generator: its masks depend on the layout")
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in leaves):
+        notes.append("batch norm keeps running statistics per rank: they differ, and a checkpoint holds one rank's")
+    if not model.training:
+        notes.append("the model was handed over in eval mode: it trains as such")
     return notes
+
+
+def check_savable(model: nn.Module) -> None:
+    """Refuse state that no checkpoint could hold. Raises ConfigError naming the module."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ConfigError(
+                f"a model whose {name or 'root'} ({type(module).__name__}) has get_extra_state(); checkpoints hold "
+                "tensors only; keep that state in a buffer"
+            )

@@ -105,8 +105,10 @@ def connect(world: World, timeout_s: float) -> Store:
     hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
         _await(host, port, timeout_s)
+    elif (host, port) in _HOSTED:
+        return _HOSTED[host, port]
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             port,
             world.size,
@@ -118,6 +120,13 @@ def connect(world: World, timeout_s: float) -> Store:
         raise ConfigError(
             f"MASTER_ADDR:MASTER_PORT {host}:{port} asked; {_reason(error)}; choose another port"
         ) from error
+    if hosts:
+        _HOSTED[host, port] = store
+    return store
+
+
+_HOSTED: dict[tuple[str, int], Store] = {}
+"""Stores that this process hosts, kept for its life: a second training run of the same ranks meets there again."""
 
 
 def _await(host: str, port: int, timeout_s: float) -> None:
