@@ -1,11 +1,11 @@
-# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.
+# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim: see below.
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests install clean
+.PHONY: demo test lint types tests test-sim install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -20,7 +20,11 @@ types:
 	$(BIN)/pyright
 
 tests:
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*'
+
+# The simulated accelerator: needs g++ as well, and builds for some minutes the first time on a machine.
+test-sim: install
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim.py tests/test_sim_distributed.py
 
 install: .venv/installed
 

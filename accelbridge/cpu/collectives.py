@@ -59,8 +59,6 @@ CPU_LOWERINGS = (
 class CpuCollectives(TorchCollectives):
     """gloo; a run that stays on one host keeps to the loopback interface."""
 
-    library = "gloo"
-
     def __init__(self) -> None:
         super().__init__("gloo", CPU_LOWERINGS)
 

@@ -27,6 +27,7 @@ class TorchCollectives(Collectives):
     """
 
     def __init__(self, backend: str, lowerings: Sequence[Lowering] = (), control: str = "") -> None:
+        self.library = backend
         self._backend, self._lowerings, self._control = backend, tuple(lowerings), control
         self._active = False
 

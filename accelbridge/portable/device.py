@@ -47,7 +47,10 @@ class TorchDevice(Device):
             reset()
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # seeds the host's and every device's default generator
+        torch.manual_seed(seed)  # the host's generator, and those of devices that torch knows of
+        seed_device = getattr(self._module, "manual_seed_all", None)
+        if seed_device is not None:
+            seed_device(seed)
 
     def rng_state(self) -> Mapping[str, Tensor]:
         state = {"host": torch.get_rng_state()}

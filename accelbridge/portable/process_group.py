@@ -91,13 +91,17 @@ def native_group(config: str) -> MakeInner:
     def make(request: Any, options: Any) -> dist.ProcessGroup:
         group = dist.ProcessGroup(request.store, request.group_rank, request.group_size)
         made: dict[str, Any] = {}
+        store = request.store
         for device, name in devices_of(config).items():
             kind = dist.Backend.backend_type_map[name]
             if name not in made:
+                # Two backends of one group must not meet under the same keys.
+                request.store = dist.PrefixStore(f"{name}/", store)
                 made[name] = _make_backend(name, request, options)
                 if len(made) == 1:
                     group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[name])
+        request.store = store
         return group
 
     return make
