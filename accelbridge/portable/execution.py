@@ -93,9 +93,10 @@ class EagerExecution(Execution):
     def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
         _check_dimensions(model)
         on_meta = _wholly_on_meta(model)
+        ties = _ties(model)
         if not on_meta:
             model.to(self.device)
-        ties = _ties(model)
+            _tie(ties)
         units = _units(model, spec, ties)
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
         mesh = self._started if self._layout.dp_replicate > 1 else self._started["dp_shard"]
@@ -285,7 +286,8 @@ def _wholly_on_meta(model: nn.Module) -> bool:
 
 
 def _ties(model: nn.Module) -> list[list[Site]]:
-    """Groups of (module, attribute) that share one parameter; ``to_empty`` would silently untie them."""
+    """Groups of (module, attribute) that share one parameter; ``to_empty``, and ``to`` on some devices, silently
+    untie them."""
     sites: dict[int, list[Site]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
