@@ -120,6 +120,7 @@ def _table() -> dict[tuple[str, str, str], Support]:
             "rope",
             "swiglu",
             "cross_entropy",
+            "vocab_parallel_cross_entropy",
             "adamw",
         ):
             table[op, dtype, ""] = FULL

@@ -20,6 +20,20 @@ from accelbridge.parallel.spec import ShardingSpec
 
 _STD = 0.02
 
+_TENSOR_PARALLEL = {
+    "embed": "vocab_embedding",
+    "layers.*.*_norm": "hidden",
+    "layers.*.attention": "enter",
+    "layers.*.attention.[qkv]": "column",
+    "layers.*.attention.o": "row",
+    "layers.*.ffn": "enter",
+    "layers.*.ffn.gate": "column",
+    "layers.*.ffn.up": "column",
+    "layers.*.ffn.down": "row",
+    "norm": "hidden",
+    "head": "vocab_head",
+}
+
 
 class Linear(nn.Linear):
     """``nn.Linear`` without bias, on :func:`accelbridge.ops.linear`; the decoder sets its values."""
@@ -202,8 +216,8 @@ class Decoder(nn.Module):
         raise ValueError(f"the decoder has no parameter {name}")
 
     def sharding_spec(self) -> ShardingSpec:
-        """Each layer is gathered on its own."""
-        return ShardingSpec(units=("layers.*",))
+        """Each layer is gathered on its own; heads, the feed-forward and the vocabulary are split over tp."""
+        return ShardingSpec(units=("layers.*",), tensor_parallel=_TENSOR_PARALLEL)
 
     def attention_needs(self, segments: bool = False) -> frozenset[str]:
         """What this model asks of the op attention (see :class:`~accelbridge.backend.Request`).

@@ -22,7 +22,7 @@ from typing import Any
 from accelbridge.errors import ConfigError, did_you_mean
 from accelbridge.ops.dot_product import attention
 from accelbridge.ops.layers import embedding, linear, rms_norm, rope, rope_table, swiglu
-from accelbridge.ops.losses import cross_entropy
+from accelbridge.ops.losses import cross_entropy, vocab_parallel_cross_entropy
 from accelbridge.ops.masks import visible_keys
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
@@ -33,6 +33,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "rope": rope,
     "swiglu": swiglu,
+    "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
 }
 
 NAMES: tuple[str, ...] = tuple(_REFERENCE)
@@ -89,4 +90,5 @@ __all__ = [
     "rope_table",
     "swiglu",
     "visible_keys",
+    "vocab_parallel_cross_entropy",
 ]

@@ -13,9 +13,11 @@ by the token count of the whole step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +25,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from accelbridge.backend import Collectives, Device, Execution, Precision, Support, World, unsupported
 from accelbridge.errors import ConfigError
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
+from accelbridge.portable.tensor_parallel import split_model
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""Axes of the mesh, outermost first. dp_shard is always there, since parameters are always FSDP2's; the others only
+where they are larger than 1."""
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
 Site = tuple[nn.Module, str]
@@ -55,11 +62,8 @@ class EagerExecution(Execution):
         self.device = self._device.bind(world)
         self._collectives.init(store, world, timeout_s, check)
         self._layout = layout
-        self._mesh = init_device_mesh(
-            self._device.type,
-            (layout.dp_replicate, layout.dp_shard),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
-        )
+        axes = {axis: getattr(layout, axis) for axis in AXES if axis == "dp_shard" or getattr(layout, axis) > 1}
+        self._mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         # A group of its own, so that a checkpoint's collectives never meet those of a step.
         self._control = self._collectives.control_group(timeout_s)
 
@@ -71,14 +75,13 @@ class EagerExecution(Execution):
 
     @property
     def data_coordinates(self) -> range:
-        replicate, shard = self._coordinate()
-        here = replicate * self._layout.dp_shard + shard
+        here = self._rank("dp_replicate") * self._layout.dp_shard + self._rank("dp_shard")
         return range(here, here + 1)
 
-    def _coordinate(self) -> tuple[int, int]:
-        coordinate = self._started.get_coordinate()
-        assert coordinate is not None, "this process lies outside its own mesh"
-        return coordinate[0], coordinate[1]
+    def _rank(self, axis: str) -> int:
+        """This process's place along an axis."""
+        names = self._started.mesh_dim_names or ()
+        return self._started.get_local_rank(axis) if axis in names else 0
 
     @property
     def _started(self) -> DeviceMesh:
@@ -93,18 +96,20 @@ class EagerExecution(Execution):
     def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
         _check_dimensions(model)
         on_meta = _wholly_on_meta(model)
+        _cast_parameters(model, getattr(torch, precision.params))
+        if self._layout.tp > 1:
+            split_model(model, spec, self._started["tp"], self._layout.sequence_parallel)
         ties = _ties(model)
         if not on_meta:
             model.to(self.device)
             _tie(ties)
         units = _units(model, spec, ties)
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
-        mesh = self._started if self._layout.dp_replicate > 1 else self._started["dp_shard"]
         options: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": self._started[("dp_replicate", "dp_shard") if self._layout.dp_replicate > 1 else "dp_shard"],
             "reshard_after_forward": self._layout.zero == 3,
+            "shard_placement_fn": partial(_dp_placement, degree=self._layout.dp_shard),
         }
-        _cast_parameters(model, getattr(torch, precision.params))
         for module in reversed(units):
             fully_shard(module, mp_policy=_policy(precision), **options)
         # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
@@ -149,8 +154,9 @@ class EagerExecution(Execution):
         return _nothing()
 
     def sum(self, x: Tensor) -> Tensor:
-        if self._layout.data_parallel > 1:
-            dist.all_reduce(x)
+        for axis in ("dp_replicate", "dp_shard"):
+            if getattr(self._layout, axis) > 1:
+                dist.all_reduce(x, group=self._started.get_group(axis))
         return x
 
     def any(self, flag: bool) -> bool:
@@ -159,13 +165,24 @@ class EagerExecution(Execution):
         return bool(flags.item())
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]  # the norm is float32
-        norm = nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        # The norm is float32, and each element counts once: a copy weighs its share of them.
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        squares = torch.stack(torch._foreach_norm([g.float() for g in local])).square()
+        shares = torch.tensor([1 / self._copies(g) for g in gradients]).to(self.device, non_blocking=True)
+        total = (squares * shares).sum()
+        if self._layout.size > 1:
+            dist.all_reduce(total)
+        norm = total.sqrt()
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+            torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def _copies(self, gradient: Tensor) -> int:
+        """Devices that hold the same elements of ``gradient``."""
+        assert isinstance(gradient, DTensor), "realise() distributes every parameter"
+        sizes = gradient.device_mesh.shape
+        return math.prod(n for n, p in zip(sizes, gradient.placements, strict=True) if p.is_replicate())
 
     def end_step(self) -> None:
         return None  # eager devices run as they are called
@@ -243,6 +260,21 @@ def _leaves(output: Any) -> list[Any]:
     return tree_leaves(output)
 
 
+def _dp_placement(parameter: nn.Parameter, degree: int) -> Shard | None:
+    """Which dimension data parallel splits: FSDP2 needs an even split of what tp splits along the same one, so
+    that goes along the other dimension where dimension 0 doesn't divide."""
+    if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+        return None  # dimension 0, whatever its length
+    local = parameter.to_local().shape
+    even = next((dim for dim, length in enumerate(local) if length % degree == 0), None)
+    if even is None:
+        raise ConfigError(
+            f"parallel.dp_shard {degree} asked; a parameter {tuple(parameter.shape)} is split over tp along dimension "
+            f"0, and no dimension of a part {tuple(local)} is a multiple of {degree}; set another parallel.dp_shard"
+        )
+    return Shard(even)
+
+
 def _policy(precision: Precision, cast_inputs: bool = False) -> MixedPrecisionPolicy:
     compute, params = getattr(torch, precision.compute), getattr(torch, precision.params)
     return MixedPrecisionPolicy(
@@ -302,16 +334,16 @@ def _tie(groups: list[list[Site]]) -> None:
 
 
 def _fill(model: nn.Module, initialise: Initialise) -> None:
-    """Write each parameter's local rows; the rows of a shard are a range of the full parameter's."""
+    """Write each parameter's local part, which is a box of the full parameter."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            shape = tuple(parameter.shape)
-            local_shape, offset = compute_local_shape_and_global_offset(
+            shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            first, count = (offset[0], local_shape[0]) if shape else (0, 1)
-            values = initialise(name, shape, range(first, first + count))
-            parameter.to_local().copy_(values.reshape(parameter.to_local().shape))
+            values = initialise(name, tuple(parameter.shape), range(offset[0], offset[0] + shape[0]))
+            for dim, (first, length) in enumerate(zip(offset[1:], shape[1:], strict=True), start=1):
+                values = values.narrow(dim, first, length)
+            parameter.to_local().copy_(values)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accelbridge import ops
 from accelbridge.data.loader import IGNORE
@@ -79,7 +80,11 @@ class NextTokenLoss:
                 f"the model returned a {type(logits_BSV).__name__}; next-token loss needs logits [B, S, V] or an "
                 "object with .logits; return one, or pass Trainer(config, loss=...)"
             )
-        return ops.cross_entropy(logits_BSV.flatten(0, -2), batch["targets"].flatten(), IGNORE)
+        targets_N = batch["targets"].flatten()
+        if isinstance(logits_BSV, DTensor):  # split along the vocabulary
+            local_NV = logits_BSV.to_local().flatten(0, -2)
+            return ops.vocab_parallel_cross_entropy(local_NV, targets_N, logits_BSV.device_mesh.get_group(), IGNORE)
+        return ops.cross_entropy(logits_BSV.flatten(0, -2), targets_N, IGNORE)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch["targets"] != IGNORE).sum(dtype=torch.float32)
