@@ -118,7 +118,7 @@ class Capabilities:
 
     chip: Chip
     table: Mapping[tuple[str, str, str], Support]
-    layout_axes: tuple[str, ...] = ("dp_replicate", "dp_shard")
+    layout_axes: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp")
     """Axes of the layout that may be larger than 1."""
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL

@@ -104,8 +104,8 @@ class PlanInputs:
 
     requests: Sequence[Request]
     layout: Mapping[str, Any]
-    wire: Mapping[str, tuple[str, str]]
-    """Collectives of the layout: op -> (dtype, reduce op or "")."""
+    wire: Sequence[tuple[str, str, str]]
+    """Collectives of the layout: (op, dtype, reduce op or "")."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """Flattened settings that every rank must share."""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def resolve(selection: Selection, backend: Backend, capabilities: Capabilities, 
             loaders[request.op] = chosen.load
             if not chosen.deterministic:
                 notes.append(f"{request.op} ({chosen.name}) is not deterministic")
-    wire = [_wire(op, dtype, variant, backend, capabilities) for op, (dtype, variant) in inputs.wire.items()]
+    wire = [_wire(op, dtype, variant, backend, capabilities) for op, dtype, variant in inputs.wire]
     probe = selection.probe
     lowerings = tuple(backend.collectives.lowerings()) if inputs.wire else ()
     contract = {
@@ -143,7 +143,7 @@ def resolve(selection: Selection, backend: Backend, capabilities: Capabilities, 
         "world_size": inputs.world_size,
         "layout": dict(inputs.layout),
         "ops": {choice.op: choice.implementation for choice in ops},
-        "wire": {choice.op: choice.dtypes["wire"] for choice in wire},
+        "wire": {op: ", ".join(c.dtypes["wire"] for c in wire if c.op == op) for op in {c.op: None for c in wire}},
         "lowerings": [lowering.name for lowering in lowerings],
         "data": dict(inputs.data),
         "recipe": dict(inputs.recipe),

@@ -62,7 +62,7 @@ def contract(
     inputs = PlanInputs(
         requests=[Request("attention", "float32", {"head_dim": 16}), Request("adamw", "float32")],
         layout=(layout or Layout(dp_shard=size)).as_dict(),
-        wire={"all_reduce": (wire, "sum")},
+        wire=[("all_reduce", wire, "sum")],
         recipe={"optimizer.lr": 1e-3, "train.seed": 0} | dict(recipe or {}),
         data={"train": "0123"},
         world_size=size,

@@ -6,11 +6,12 @@ from accelbridge.backend import Request
 from accelbridge.models.config import ModelConfig
 
 
-def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask: bool) -> list[Request]:
+def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask: bool, tp: int = 1) -> list[Request]:
     """One request per op that :class:`accelbridge.models.decoder.Decoder` calls, computed in ``dtype``.
 
-    Shapes are the global ones, so that every rank asks the same.
+    Shapes are the global ones, so that every rank asks the same; over tp each device sees its share of the heads.
     """
+    loss = "cross_entropy" if tp == 1 else "vocab_parallel_cross_entropy"
     needs = {"causal"}
     needs |= {"segments"} if document_mask else set()
     needs |= {"window"} if model.window is not None else set()
@@ -25,5 +26,5 @@ def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask
         Request("rope", dtype, head | {"sequence": seq_len}),
         Request("attention", dtype, head | {"sequence": seq_len}, needs=frozenset(needs)),
         Request("swiglu", dtype, {"dim": model.resolved_ffn_dim, "sequence": seq_len}),
-        Request("cross_entropy", dtype, {"vocab": model.vocab_size, "sequence": seq_len}),
+        Request(loss, dtype, {"vocab": model.vocab_size, "sequence": seq_len}),
     ]

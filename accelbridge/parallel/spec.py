@@ -20,8 +20,12 @@ STYLES: dict[str, str] = {
 under sequence parallel, its share of S. Between "enter" or "column" and "row" activations hold the whole sequence
 and a share of the features."""
 
-SPLIT_DIM: dict[str, int] = {"column": 0, "row": 1, "vocab_embedding": 0, "vocab_head": 0}
-"""The dimension of ``weight`` that a style splits."""
+_SPLIT_DIM = {"column": 0, "row": 1, "vocab_embedding": 0, "vocab_head": 0}
+
+
+def split_dim(style: str, parameter: str) -> int | None:
+    """The dimension along which a style splits a module's parameter of this name; None: it stays whole."""
+    return None if style == "row" and parameter != "weight" else _SPLIT_DIM.get(style)
 
 
 @dataclass(frozen=True)

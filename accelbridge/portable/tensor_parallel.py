@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from accelbridge.errors import ConfigError
-from accelbridge.parallel.spec import SPLIT_DIM, ShardingSpec
+from accelbridge.parallel.spec import ShardingSpec, split_dim
+from accelbridge.parallel.styles import module_styles
 
 SEQUENCE_DIM = 1
 """Of the residual stream [B, S, ...]."""
@@ -45,61 +46,6 @@ def split_model(model: nn.Module, spec: ShardingSpec, mesh: DeviceMesh, sequence
             _become(module, namespace)
 
 
-def module_styles(model: nn.Module, spec: ShardingSpec, degree: int, sequence_parallel: bool) -> dict[str, str]:
-    """Style by module name, checked against the model. Raises ConfigError, which says what to write."""
-    styles: dict[str, str] = {}
-    owners: dict[int, tuple[str, int | None]] = {}
-    for name, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        style = spec.style(name)
-        if style is None and parameters:
-            raise ConfigError(
-                f'parallel.tp {degree} asked; the sharding spec gives no style to module "{name}" '
-                f"({type(module).__name__}), which holds {', '.join(parameters)}; add it to "
-                'ShardingSpec(tensor_parallel={...}), "replicated" where it is to stay whole'
-            )
-        if style is None:
-            continue
-        styles[name] = style
-        _check_module(name, module, style, degree)
-        for attribute, parameter in parameters.items():
-            dim = SPLIT_DIM.get(style) if attribute == "weight" or style == "column" else None
-            other, their_dim = owners.setdefault(id(parameter), (f"{name}.{attribute}", dim))
-            if their_dim != dim:
-                raise ConfigError(
-                    f"parallel.tp {degree} asked; {name}.{attribute} and {other} are one parameter, and the sharding "
-                    "spec splits them differently; give both modules styles that split the same dimension"
-                )
-    if sequence_parallel and "vocab_head" not in styles.values():
-        raise ConfigError(
-            "parallel.sequence_parallel asked; the sharding spec has no vocab_head, so nothing would gather the "
-            "sequence again; set parallel.sequence_parallel: false, or give the output projection that style"
-        )
-    return styles
-
-
-def _check_module(name: str, module: nn.Module, style: str, degree: int) -> None:
-    dim = SPLIT_DIM.get(style)
-    weight = getattr(module, "weight", None)
-    if dim is None:
-        return
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise ConfigError(
-            f'parallel.tp {degree} asked; module "{name}" has the style {style}, which splits a weight of two '
-            "dimensions, and it has none; correct its sharding spec"
-        )
-    if weight.shape[dim] % degree:
-        raise ConfigError(
-            f"parallel.tp {degree} asked; {name}.weight {tuple(weight.shape)} is split along dimension {dim}, "
-            f"and {weight.shape[dim]} is not a multiple of {degree}; set parallel.tp to one of its divisors"
-        )
-    if getattr(module, "max_norm", None) is not None:
-        raise ConfigError(
-            f'parallel.tp {degree} asked; embedding "{name}" has max_norm, which needs whole rows of every device; '
-            "remove max_norm"
-        )
-
-
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
@@ -117,8 +63,7 @@ def _distribute(
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         if id(parameter) not in made:
-            whole = style == "row" and name != "weight"  # the bias
-            dim = None if whole else SPLIT_DIM.get(style)
+            dim = split_dim(style, name)
             local = parameter.detach()
             if dim is not None:
                 local = local.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from accelbridge.backend import Capabilities
 from accelbridge.errors import ConfigError, NotSupportedYet
+from accelbridge.models.config import ModelConfig
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
 
@@ -11,12 +15,13 @@ from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, 
 def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabilities) -> Layout:
     """The layout of ``devices`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
     _supported_axes(parallel, capabilities)
-    rest = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
+    asked = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    rest = math.prod(asked.values())
     dp_shard = parallel.dp_shard
     if dp_shard == "auto":
         if devices % rest:
             raise ConfigError(
-                f"parallel.dp_replicate {parallel.dp_replicate} asked; the run has {_devices(devices)}, "
+                f"{_product(asked)} asked; the run has {_devices(devices)}, "
                 f"not a multiple of {rest}; set --nproc to one, or another degree"
             )
         dp_shard = devices // rest
@@ -32,10 +37,15 @@ def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabil
     )
     if layout.size != devices:
         raise ConfigError(
-            f"parallel.dp_replicate {layout.dp_replicate} x parallel.dp_shard {layout.dp_shard} asked, which takes "
+            f"{_product({**asked, 'dp_shard': dp_shard})} asked, which takes "
             f"{_devices(layout.size)}; the run has {devices}; set --nproc {layout.size}, or parallel.dp_shard: auto"
         )
     return layout
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    shown = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis.startswith("dp_")}
+    return " x ".join(f"parallel.{axis} {degree}" for axis, degree in shown.items())
 
 
 def _devices(count: int) -> str:
@@ -43,23 +53,55 @@ def _devices(count: int) -> str:
 
 
 def _supported_axes(parallel: ParallelConfig, capabilities: Capabilities) -> None:
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis in ("cp", "pp", "ep"):
         degree = getattr(parallel, axis)
         if degree > 1:
             raise NotSupportedYet(
                 f"parallel.{axis} {degree} asked; {axis} is not supported yet; set parallel.{axis}: 1"
             )
-    if parallel.sequence_parallel:
-        raise NotSupportedYet(
-            "parallel.sequence_parallel asked; it is not supported yet; set parallel.sequence_parallel: false"
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel asked; it splits activations over tp, and parallel.tp is 1; "
+            "set parallel.tp to 2 or more, or parallel.sequence_parallel: false"
         )
-    for axis in ("dp_replicate", "dp_shard"):
+    for axis in ("dp_replicate", "dp_shard", "tp"):
         degree = getattr(parallel, axis)
         if degree != "auto" and degree > 1 and axis not in capabilities.layout_axes:
             raise ConfigError(
                 f"parallel.{axis} {degree} asked; the backend realises {', '.join(capabilities.layout_axes)} "
                 f"on {capabilities.chip.name}; set parallel.{axis}: 1"
             )
+
+
+def check_tensor_parallel(layout: Layout, model: ModelConfig | None, seq_len: int) -> None:
+    """Whether tp divides what it splits. Raises ConfigError naming the setting."""
+    tp = layout.tp
+    if tp == 1:
+        return
+    sizes: dict[str, int] = {}
+    if model is not None:
+        sizes = {
+            "model.heads": model.heads,
+            "model.kv_heads": model.resolved_kv_heads,
+            "model.ffn_dim": model.resolved_ffn_dim,
+            "model.vocab_size": model.vocab_size,
+        }
+    if layout.sequence_parallel:
+        sizes["train.seq_len"] = seq_len
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"parallel.tp {tp} asked; it splits {name} {size}, which is not a multiple of {tp}; "
+                f"{_way_out(name, size, tp)}"
+            )
+
+
+def _way_out(name: str, size: int, tp: int) -> str:
+    if name.endswith("heads"):
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        return f"set parallel.tp to one of {', '.join(map(str, divisors))}, or change {name}"
+    padding = " (ids that no text has are harmless)" if name == "model.vocab_size" else ""
+    return f"set {name}: {-(-size // tp) * tp}{padding}, or change parallel.tp"
 
 
 def accumulation_steps(train: TrainSection, layout: Layout) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from accelbridge.models.requests import decoder_requests
 from accelbridge.parallel.layout import Layout
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
-from accelbridge.train.check import accumulation_steps, check_settings, resolve_layout
+from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.metrics import METRICS_FILE
 
@@ -136,6 +136,7 @@ def _prepare(
 ) -> Prepared:
     check_settings(config, target.capabilities)
     layout = resolve_layout(config.parallel, world.size * target.devices_per_process(), target.capabilities)
+    check_tensor_parallel(layout, config.model, config.train.seq_len)
     size, count = accumulation_steps(config.train, layout)
     if config.model is None and not provided.model:
         raise ConfigError(
@@ -331,7 +332,7 @@ def _plan(
     if requests is None:
         assert config.model is not None, "prepare() checked it"
         requests = decoder_requests(
-            config.model, config.precision.compute, config.train.seq_len, config.data.document_mask
+            config.model, config.precision.compute, config.train.seq_len, config.data.document_mask, layout.tp
         )
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
@@ -350,17 +351,24 @@ def _plan(
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
 
 
-def _wire(config: TrainConfig, layout: Layout) -> dict[str, tuple[str, str]]:
+def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:
     """Collectives that the layout issues, with what travels on the wire."""
-    precision = config.precision
-    wire: dict[str, tuple[str, str]] = {}
+    compute, reduce = config.precision.compute, config.precision.reduce
+    wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
-        wire["all_gather"] = (precision.compute, "")
-        wire["reduce_scatter"] = (precision.reduce, "sum")
-    if layout.data_parallel > 1:
-        reduce = precision.reduce if layout.dp_replicate > 1 else "float32"  # else only loss, count and norm
-        wire["all_reduce"] = (reduce, "sum")
-    return wire
+        wire["all_gather", compute, ""] = None
+        wire["reduce_scatter", reduce, "sum"] = None
+    if layout.dp_replicate > 1:
+        wire["all_reduce", reduce, "sum"] = None
+    if layout.tp > 1:
+        wire["all_reduce", compute, "sum"] = None
+        wire["all_reduce", "float32", "max"] = None  # of the cross-entropy
+    if layout.sequence_parallel:
+        wire["all_gather", compute, ""] = None
+        wire["reduce_scatter", compute, "sum"] = None
+    if layout.size > 1:
+        wire["all_reduce", "float32", "sum"] = None  # loss, count and norm
+    return list(wire)
 
 
 def _shared_settings(config: TrainConfig) -> dict[str, Any]:
