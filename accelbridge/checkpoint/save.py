@@ -13,11 +13,19 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.errors import CheckpointError
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part. torch's stager would copy the mesh of every DTensor as well, and warn about the
+    groups of other ranks."""
+    if isinstance(tensor, DTensor):
+        return DTensor(_on_host(tensor.to_local()), tensor._spec, requires_grad=False)
+    return tensor.detach().to("cpu", copy=True)
 
 
 class Checkpointer:
@@ -37,23 +45,14 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelbridge-checkpoint")
         self._pending: Future[None] | None = None
-        # Staging copies to the host in this thread: the only time that a step waits for a checkpoint.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
         self.last_step: int | None = None
         """Step of the newest checkpoint that was started."""
 
     def save(self, state: Mapping[str, Tensor], manifest: Manifest) -> None:
         """Save ``state``; returns once it is staged (asynchronous) or published."""
         self.wait()
-        staged = self._stager.stage(dict(state))
-        assert isinstance(staged, dict), "staging is synchronous, so it returns the copy itself"
+        # In this thread: the only time that a step waits for a checkpoint.
+        staged = {name: _on_host(tensor) for name, tensor in state.items()}
         self.last_step = manifest.step
         self._pending = self._thread.submit(self._write, staged, manifest)
         if not self._asynchronous:
@@ -80,7 +79,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._stager.close()
 
     # ---- in the background thread
 

@@ -19,7 +19,7 @@ def explain_text(
     """The plan of ``recipe`` on ``nproc`` devices (default: as many as train would take) and all candidates."""
     config = TrainConfig.load(recipe, overrides) if recipe else TrainConfig()
     # Without a recipe there is no model: the plan holds the backend, its facts and its lowerings.
-    provided = None if config.model is not None else Provided(model=True, requests=[])
+    provided = None if config.model is not None else Provided(model=True, loss=True)
     target = choose_target(config, backend, everything=True)
     world = World(size=nproc or _devices(config.parallel, target) // target.devices_per_process() or 1)
     plan = prepare(config, world, target=target, provided=provided, writes=False).plan

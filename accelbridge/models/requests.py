@@ -9,9 +9,8 @@ from accelbridge.models.config import ModelConfig
 def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask: bool, tp: int = 1) -> list[Request]:
     """One request per op that :class:`accelbridge.models.decoder.Decoder` calls, computed in ``dtype``.
 
-    Shapes are the global ones, so that every rank asks the same; over tp each device sees its share of the heads.
+    Shapes are the global ones, so that every rank asks the same.
     """
-    loss = "cross_entropy" if tp == 1 else "vocab_parallel_cross_entropy"
     needs = {"causal"}
     needs |= {"segments"} if document_mask else set()
     needs |= {"window"} if model.window is not None else set()
@@ -26,5 +25,9 @@ def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask
         Request("rope", dtype, head | {"sequence": seq_len}),
         Request("attention", dtype, head | {"sequence": seq_len}, needs=frozenset(needs)),
         Request("swiglu", dtype, {"dim": model.resolved_ffn_dim, "sequence": seq_len}),
-        Request(loss, dtype, {"vocab": model.vocab_size, "sequence": seq_len}),
     ]
+
+
+def loss_request(dtype: str, split: bool) -> Request:
+    """Next-token loss; ``split``: of logits that stay split along the vocabulary."""
+    return Request("vocab_parallel_cross_entropy" if split else "cross_entropy", dtype)

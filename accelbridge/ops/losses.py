@@ -67,7 +67,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, local_N, here, counted = ctx.saved_tensors
         gradient = weights.scatter_add(-1, local_N.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))
         gradient *= (grad * counted).unsqueeze(-1)

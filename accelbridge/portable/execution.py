@@ -330,7 +330,7 @@ def _ties(model: nn.Module) -> list[list[Site]]:
 def _tie(groups: list[list[Site]]) -> None:
     for (owner, name), *others in groups:
         for module, attribute in others:
-            module.register_parameter(attribute, getattr(owner, name))
+            module.register_parameter(attribute, owner._parameters[name])
 
 
 def _fill(model: nn.Module, initialise: Initialise) -> None:

@@ -187,8 +187,8 @@ def _vocab_embedding(module: nn.Module, inner: Callable[..., Any], boundary: _Bo
     rows = weight.shape[0] // boundary.mesh.size()
     first = boundary.mesh.get_local_rank() * rows
     padding = getattr(module, "padding_idx", None)
-    if padding is not None:
-        module.padding_idx = padding - first if first <= padding < first + rows else None
+    if padding is not None:  # the row whose gradient is zero
+        vars(module)["padding_idx"] = padding - first if first <= padding < first + rows else None
 
     @wraps(inner)
     def forward(self: nn.Module, tokens: Tensor) -> Tensor:

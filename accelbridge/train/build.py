@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from accelbridge.errors import ConfigError
 from accelbridge.models.decoder import Decoder
+from accelbridge.models.huggingface import check_heads, tensor_parallel_of
 from accelbridge.models.init import Init, default_init, initial_values
+from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
+from accelbridge.parallel.styles import module_styles
 from accelbridge.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -26,11 +29,10 @@ def build_model(config: TrainConfig) -> nn.Module:
         return Decoder(config.model)
 
 
-def initialiser(model: nn.Module, seed: int) -> tuple[ShardingSpec, Callable[[str, tuple[int, ...], range], Tensor]]:
-    """The model's sharding spec, and a function that makes rows of any of its parameters.
+def initialiser(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], range], Tensor]:
+    """A function that makes rows of any of the model's meta parameters.
 
-    A model may define ``sharding_spec()`` and ``initialiser(name) -> Init``; without them, each child of a
-    ``ModuleList`` is a shard unit and torch's own modules get torch's own distributions.
+    A model may define ``initialiser(name) -> Init``; without it, torch's own modules get torch's own distributions.
     """
     own: Callable[[str], Init] | None = getattr(model, "initialiser", None)
     rules = {name: own(name) if own else _rule(model, name) for name, p in model.named_parameters() if p.is_meta}
@@ -38,14 +40,25 @@ def initialiser(model: nn.Module, seed: int) -> tuple[ShardingSpec, Callable[[st
     def initialise(name: str, shape: tuple[int, ...], rows: range) -> Tensor:
         return initial_values(seed, name, shape, rows, rules[name])
 
-    return _spec(model), initialise
+    return initialise
 
 
-def _spec(model: nn.Module) -> ShardingSpec:
+def sharding_spec(model: nn.Module, layout: Layout) -> ShardingSpec:
+    """How ``model`` is split: what its own ``sharding_spec()`` says, else one unit per child of a ``ModuleList`` and,
+    for Hugging Face models, tensor parallelism by their ``_tp_plan``.
+
+    Raises ConfigError for a model that ``layout`` cannot split.
+    """
     own: Callable[[], ShardingSpec] | None = getattr(model, "sharding_spec", None)
     if own is not None:
-        return own()
-    return ShardingSpec(tuple(f"{name}.*" for name, m in model.named_modules() if isinstance(m, nn.ModuleList)))
+        spec = own()
+    else:
+        units = tuple(f"{name}.*" for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+        spec = ShardingSpec(units, (tensor_parallel_of(model) if layout.tp > 1 else None) or {})
+    if layout.tp > 1:
+        check_heads(model, layout.tp)
+        module_styles(model, spec, layout.tp, layout.sequence_parallel)
+    return spec
 
 
 def _rule(model: nn.Module, name: str) -> Init:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from accelbridge import ops
 from accelbridge.data.loader import IGNORE
@@ -97,3 +98,8 @@ def unpack_logits(_: nn.Module, __: object, output: object) -> object:
     """
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else output
+
+
+def gather_split(_: nn.Module, __: object, output: object) -> object:
+    """Forward hook: whole tensors in place of those that tensor parallelism left split, for a loss that is not ours."""
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, output)

@@ -20,7 +20,7 @@ from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
-from accelbridge.models.requests import decoder_requests
+from accelbridge.models.requests import decoder_requests, loss_request
 from accelbridge.parallel.layout import Layout
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
@@ -97,7 +97,9 @@ class Provided:
     model: bool = False
     data: Mapping[str, str] = field(default_factory=dict)
     """"train" and "validation" as far as the script brings them, each described for the other ranks to compare."""
-    requests: Sequence[Request] | None = None
+    loss: bool = False
+    vocab_head: bool = True
+    """Whether the model leaves logits split along the vocabulary where tp is above 1."""
     notes: Sequence[str] = ()
 
 
@@ -328,16 +330,15 @@ def _plan(
     resume: Resume | None,
     provided: Provided,
 ) -> ExecutionPlan:
-    requests = provided.requests
-    if requests is None:
-        assert config.model is not None, "prepare() checked it"
-        requests = decoder_requests(
-            config.model, config.precision.compute, config.train.seq_len, config.data.document_mask, layout.tp
-        )
+    dtype, seq_len = config.precision.compute, config.train.seq_len
+    model = [] if config.model is None else decoder_requests(config.model, dtype, seq_len, config.data.document_mask)
+    # Only modules that see local shapes meet a part of the vocabulary.
+    split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
+    loss = [] if provided.loss else [loss_request(dtype, split)]
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
     inputs = PlanInputs(
-        requests=[*requests, Request("adamw", config.precision.params)],
+        requests=[*model, *loss, Request("adamw", config.precision.params)],
         layout=layout.as_dict(),
         wire=_wire(config, layout),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accelbridge import agreement
-from accelbridge.backend import Execution, Precision, Request
+from accelbridge.backend import Execution, Precision
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.save import Checkpointer, sweep
@@ -33,11 +33,12 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
-from accelbridge.train.build import build_model, check_equal, initialiser
+from accelbridge.parallel.layout import Layout
+from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
-from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, unpack_logits
+from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, learning_rate, materialise_state, set_learning_rate
 from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, check_unchanged, prepare
@@ -262,13 +263,13 @@ class Trainer:
         config = self.config
         self.plan.bind()
         model = self._model if self._model is not None else build_model(config)
-        if self._loss is None:
-            model.register_forward_hook(unpack_logits)
+        model.register_forward_hook(unpack_logits if self._loss is None else gather_split)
         self.loss: Loss = self._loss or NextTokenLoss(model)
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
             check_equal(model, self.execution.control_group)
-        spec, initialise = initialiser(model, config.train.seed)
+        spec = sharding_spec(model, self.prepared.layout)
+        initialise = initialiser(model, config.train.seed)
         precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = self.execution.realise(model, spec, precision, initialise)
@@ -393,12 +394,16 @@ def _provided(
     what is not covered."""
     data = {name: describe_samples(samples) for name, samples in own.items() if samples is not None}
     if model is None:
-        return Provided(data=data)
+        return Provided(data=data, loss=loss is not None)
     if config.model is not None:
         raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
-    requests = [] if loss is not None else [Request("cross_entropy", config.precision.compute)]
     check_savable(model)
+    parallel = config.parallel
+    spec = sharding_spec(model, Layout(tp=parallel.tp, sequence_parallel=parallel.sequence_parallel))
     notes = coverage_notes(model)
+    if loss is not None and parallel.tp > 1:
+        notes.append("the loss is your own: what the model returns split over tp is gathered for it")
     if loss is None and (note := NextTokenLoss(model).note):
         notes.append(note)
-    return Provided(model=True, data=data, requests=requests, notes=notes)
+    vocab_head = "vocab_head" in spec.tensor_parallel.values()
+    return Provided(model=True, data=data, loss=loss is not None, vocab_head=vocab_head, notes=notes)
