@@ -32,6 +32,7 @@ from accelbridge.backend import Collectives, Device, Execution, Precision, Suppo
 from accelbridge.errors import ConfigError
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
+from accelbridge.portable.dtensor_cache import forget_meshes
 from accelbridge.portable.tensor_parallel import split_model
 
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -70,6 +71,7 @@ class EagerExecution(Execution):
     def close(self) -> None:
         self._mesh = self._control = None
         self._collectives.shutdown()
+        forget_meshes()
 
     # ---- data
 
