@@ -243,9 +243,13 @@ def _is_checkpoint(path: Path, known: Sequence[Path]) -> None:
 
 
 def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
-    ours = config.model.model_dump() if config.model is not None else None
-    theirs = manifest.model
-    if ours is None or theirs is None or ours == theirs:
+    if config.model is None or manifest.model is None:
+        return
+    fields = type(config.model).model_fields.items()
+    ours = config.model.model_dump()
+    # A setting that the checkpoint's version did not know yet: its default is what that version did.
+    theirs = {name: field.default for name, field in fields if not field.is_required()} | manifest.model
+    if ours == theirs:
         return
     differ = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
     details = ", ".join(f"model.{k} is {theirs.get(k)} there, {ours.get(k)} here" for k in differ)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelbridge import agreement
+from accelbridge import agreement, ops
 from accelbridge.backend import Execution, Precision, Request
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
@@ -33,6 +33,7 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
+from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.train.build import build_model, check_equal, initialiser
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
@@ -47,6 +48,9 @@ from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
+
+_DROPOUT_KEYS = "accelbridge.dropout_keys"
+"""Where a batch carries the row keys of dropout until it is placed."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,14 @@ class Trainer:
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         """One optimizer update. Returns device scalars; nothing here waits for the device."""
         execution, model = self.execution, self.model
-        batches = [execution.place(batch) for batch in microbatches]
+        batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
+        dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
         total = torch.zeros_like(targets)
         divisor = targets.clamp(min=1)  # a step without a single target has loss 0, not NaN
         for index, batch in enumerate(batches):
-            with execution.microbatch(model, index, len(batches)):
+            # Open in the backward pass as well, where recomputation must draw the same masks.
+            with execution.microbatch(model, index, len(batches)), ops.dropout_stream(dropout_keys[index]):
                 loss = self.loss(model, batch) / divisor
                 loss.backward()
             total += loss.detach()
@@ -166,6 +172,13 @@ class Trainer:
         loss = execution.sum(total)
         execution.end_step()
         return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate}
+
+    def _with_dropout_keys(self, batch: Batch) -> Batch:
+        """The batch, and what its dropout masks are drawn by where the model has any: placed as its rows are."""
+        if not self._draws_dropout:
+            return batch
+        keys = ops.dropout_keys(self.config.train.seed, self.step, batch["sample_ids"])
+        return {**batch, _DROPOUT_KEYS: keys}
 
     def evaluate(self) -> float | None:
         """Mean loss per target over the validation data, in nats; None where there is none."""
@@ -262,6 +275,7 @@ class Trainer:
         config = self.config
         self.plan.bind()
         model = self._model if self._model is not None else build_model(config)
+        self._draws_dropout = bool(name_sites(model))
         if self._loss is None:
             model.register_forward_hook(unpack_logits)
         self.loss: Loss = self._loss or NextTokenLoss(model)
@@ -397,6 +411,8 @@ def _provided(
     if config.model is not None:
         raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
     requests = [] if loss is not None else [Request("cross_entropy", config.precision.compute)]
+    if any(isinstance(module, Dropout) and module.p > 0 for module in model.modules()):
+        requests.append(Request("dropout", config.precision.compute))
     check_savable(model)
     notes = coverage_notes(model)
     if loss is None and (note := NextTokenLoss(model).note):

@@ -32,7 +32,7 @@ from accelbridge.portable.device import TorchDevice
 from tests.sim.device import DEVICES, HPU, LIBRARY, RENAMED, install
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
-OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "cross_entropy", "adamw")
+OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 CAPACITY = 8 << 30
