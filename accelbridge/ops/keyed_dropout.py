@@ -33,8 +33,8 @@ def dropout(x: Tensor, row_keys_B: Tensor, site: Tensor, p: float, starts: Seque
     first; default: x is whole. An element is dropped with probability ``p`` in [0, 1), exact to 2**-32.
 
     With ``h`` = lowbias32 and all sums and products modulo 2**32, element (b, i, ..., j) is drawn by folding
-    one coordinate after the other into the key: ``k = h(row_keys[b] ^ site)``, then ``k = h(k ^ h(i))`` up to
-    ``j``. It is kept if k as a signed number is at least ``p * 2**32 - 2**31``. Per element this costs one ``h``.
+    one coordinate after the other into the key: ``k = h(row_keys[b] ^ site)``, then ``k = h(k ^ h(i ^ site))`` up
+    to ``j``. It is kept if k as a signed number is at least ``p * 2**32 - 2**31``. Per element this costs one ``h``.
 
     Raises ``ValueError`` for shapes, dtypes or a probability that don't fit.
     """
@@ -46,7 +46,7 @@ def dropout(x: Tensor, row_keys_B: Tensor, site: Tensor, p: float, starts: Seque
         start = starts[dim - 1] if starts else 0
         # Both ends named: a length that is symbolic under a compiler stays so.
         coordinates = torch.arange(start, start + x.shape[dim], dtype=torch.int32, device=x.device)
-        keys = _hash(keys.unsqueeze(-1) ^ _hash(coordinates))
+        keys = _hash(keys.unsqueeze(-1) ^ _hash(coordinates ^ site))
     threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
     return torch.where(keys >= threshold, x * (1 / (1 - p)), 0.0)
 
@@ -58,6 +58,10 @@ def _hash(bits: Tensor) -> Tensor:
     0x7feb352d, xor with it shifted by 15, times 0x846ca68b, xor with it shifted by 16; a bijection of 32 bits.
     int32 and in place: not every device has unsigned or 64-bit integers, a shift of signed ones is made logical by
     masking, and memory traffic is what this costs where nothing fuses.
+
+    ``bits`` must come from data. Compilers of C++ take it that products of signed integers don't overflow, and from
+    numbers whose range they know, such as coordinates alone, they conclude what isn't so: inductor's CPU code then
+    drew other masks (torch 2.13, GCC at -O3).
     """
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
         bits = bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))
