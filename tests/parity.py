@@ -71,6 +71,11 @@ def _layout(**parallel: Any) -> Sections:
     return {"parallel": parallel}
 
 
+TIED: Sections = {"model": {"tie_embeddings": True}}
+DROPOUT: Sections = {"model": {"dropout": 0.1}}
+ACCUMULATE: Sections = {"train": {"microbatch_size": 1}}
+TP_SP = _layout(tp=2, sequence_parallel=True)
+
 ROWS: tuple[Row, ...] = (
     Row("1 device", 1),
     Row("replicate 2", 2, _layout(dp_replicate=2)),
@@ -86,6 +91,11 @@ ROWS: tuple[Row, ...] = (
     Row("accumulation 2, ZeRO 1", 2, {**_layout(zero=1), "train": {"microbatch_size": 2}}),
     Row("accumulation 4, ZeRO 3", 2, {"train": {"microbatch_size": 1}}),
     Row("accumulation 4, shard 2 x tp 2", 4, {**_layout(tp=2), "train": {"microbatch_size": 1}}),
+    Row("tied, 1 device", 1, TIED, "tied, 1 device"),
+    Row("tied, shard 2 x tp 2", 4, {**TIED, **_layout(tp=2)}, "tied, 1 device"),
+    Row("dropout 0.1, 1 device", 1, DROPOUT, "dropout 0.1, 1 device"),
+    Row("dropout 0.1, shard 2, accumulation 4", 2, {**DROPOUT, **ACCUMULATE}, "dropout 0.1, 1 device"),
+    Row("dropout 0.1, shard 2 x tp 2, sequence parallel", 4, {**DROPOUT, **TP_SP}, "dropout 0.1, 1 device"),
 )
 
 

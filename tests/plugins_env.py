@@ -141,7 +141,7 @@ from accelbridge.backend import FULL, Backend, Capabilities, Chip, DeviceInfo, P
 from accelbridge.config import Section
 from accelbridge.hookspecs import hookimpl
 
-OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "cross_entropy", "adamw")
+OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 
 
 class Options(Section):

@@ -119,6 +119,7 @@ def _table() -> dict[tuple[str, str, str], Support]:
             "rms_norm",
             "rope",
             "swiglu",
+            "dropout",
             "cross_entropy",
             "vocab_parallel_cross_entropy",
             "adamw",

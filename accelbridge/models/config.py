@@ -18,8 +18,15 @@ def _positive(value: float, info: ValidationInfo) -> float:
     return value
 
 
+def _probability(value: float) -> float:
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1; found {value}; give a probability such as 0.1")
+    return value
+
+
 Count = Annotated[int, AfterValidator(_positive)]
 Number = Annotated[float, AfterValidator(_positive)]
+Probability = Annotated[float, AfterValidator(_probability)]
 
 
 class ModelConfig(Section):
@@ -43,6 +50,9 @@ class ModelConfig(Section):
     """Attention scores are capped smoothly to +-``softcap``."""
     tie_embeddings: bool = False
     """The output projection is the embedding's parameter."""
+    dropout: Probability = 0.0
+    """Share of the elements that training drops from the embedding and from what each block adds; the same ones in
+    every layout."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

@@ -1,7 +1,7 @@
 """A Llama-type decoder, written on :mod:`accelbridge.ops`.
 
 Modules see local shapes when their parameters are split over heads, so head counts are inferred, never
-stored. There are no buffers: nothing but parameters needs materialising after a build on the meta device.
+stored. Nothing but parameters needs materialising after a build on the meta device.
 Shape suffixes: B batch, S sequence, M model dim, H heads, D head dim, V vocabulary.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from accelbridge import ops
 from accelbridge.backend import Mask
 from accelbridge.models.config import ModelConfig
+from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.models.init import ONES, Init, initial_values
 from accelbridge.parallel.spec import ShardingSpec
 
@@ -22,7 +23,9 @@ _STD = 0.02
 
 _TENSOR_PARALLEL = {
     "embed": "vocab_embedding",
+    "*_dropout": "hidden",
     "layers.*.*_norm": "hidden",
+    "layers.*.*_dropout": "hidden",
     "layers.*.attention": "enter",
     "layers.*.attention.[qkv]": "column",
     "layers.*.attention.o": "row",
@@ -154,10 +157,19 @@ class Layer(nn.Module):
         self.attention = SelfAttention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = FeedForward(config)
+        self.attention_dropout, self.ffn_dropout = _dropout(config), _dropout(config)
 
     def forward(self, x_BSM: Tensor, context: Context) -> Tensor:
-        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM), context)
-        return x_BSM + self.ffn(self.ffn_norm(x_BSM))
+        x_BSM = x_BSM + _dropped(self.attention_dropout, self.attention(self.attention_norm(x_BSM), context))
+        return x_BSM + _dropped(self.ffn_dropout, self.ffn(self.ffn_norm(x_BSM)))
+
+
+def _dropout(config: ModelConfig) -> Dropout | None:
+    return Dropout(config.dropout) if config.dropout else None
+
+
+def _dropped(dropout: Dropout | None, x_BSM: Tensor) -> Tensor:
+    return x_BSM if dropout is None else dropout(x_BSM)
 
 
 class Decoder(nn.Module):
@@ -167,9 +179,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.dim)
+        self.embed_dropout = _dropout(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead(self.embed) if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        name_sites(self)
         self.reset_parameters()
 
     def forward(self, tokens_BS: Tensor, segments_BS: Tensor | None = None) -> Tensor:
@@ -182,7 +196,7 @@ class Decoder(nn.Module):
         cos_SP, sin_SP = ops.rope_table(positions_S, self.config.resolved_head_dim, self.config.rope_theta)
         mask = Mask(causal=True, window=self.config.window, segments_BS=segments_BS)
         context = Context(cos_SP, sin_SP, mask)
-        x_BSM = self.embed(tokens_BS)
+        x_BSM = _dropped(self.embed_dropout, self.embed(tokens_BS))
         for layer in self.layers:
             x_BSM = layer(x_BSM, context)
         return self.head(self.norm(x_BSM))

@@ -6,7 +6,7 @@ from accelbridge.backend import Request
 from accelbridge.models.config import ModelConfig
 
 
-def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask: bool, tp: int = 1) -> list[Request]:
+def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask: bool) -> list[Request]:
     """One request per op that :class:`accelbridge.models.decoder.Decoder` calls, computed in ``dtype``.
 
     Shapes are the global ones, so that every rank asks the same.
@@ -18,6 +18,7 @@ def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask
     needs |= {"gqa"} if model.resolved_kv_heads != model.heads else set()
     head = {"head_dim": model.resolved_head_dim, "heads": model.heads, "kv_heads": model.resolved_kv_heads}
     wide = {"dim": model.dim, "sequence": seq_len}
+    dropout = [Request("dropout", dtype, wide)] if model.dropout > 0 else []
     return [
         Request("embedding", dtype, wide | {"vocab": model.vocab_size}),
         Request("rms_norm", dtype, wide),
@@ -25,6 +26,7 @@ def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask
         Request("rope", dtype, head | {"sequence": seq_len}),
         Request("attention", dtype, head | {"sequence": seq_len}, needs=frozenset(needs)),
         Request("swiglu", dtype, {"dim": model.resolved_ffn_dim, "sequence": seq_len}),
+        *dropout,
     ]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from accelbridge.errors import ConfigError, did_you_mean
 from accelbridge.ops.dot_product import attention
+from accelbridge.ops.keyed_dropout import dropout, dropout_keys, dropout_stream
 from accelbridge.ops.layers import embedding, linear, rms_norm, rope, rope_table, swiglu
 from accelbridge.ops.losses import cross_entropy, vocab_parallel_cross_entropy
 from accelbridge.ops.masks import visible_keys
@@ -28,6 +29,7 @@ from accelbridge.ops.masks import visible_keys
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "cross_entropy": cross_entropy,
+    "dropout": dropout,
     "embedding": embedding,
     "linear": linear,
     "rms_norm": rms_norm,
@@ -81,6 +83,9 @@ __all__ = [
     "bind",
     "bound",
     "cross_entropy",
+    "dropout",
+    "dropout_keys",
+    "dropout_stream",
     "embedding",
     "linear",
     "reference",

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from accelbridge.errors import ConfigError
+from accelbridge.models.dropout import Dropout
 from accelbridge.parallel.spec import ShardingSpec, split_dim
 from accelbridge.parallel.styles import module_styles
 
@@ -201,8 +202,23 @@ def _vocab_embedding(module: nn.Module, inner: Callable[..., Any], boundary: _Bo
     return {"forward": forward}
 
 
+def _hidden(module: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:
+    if not (boundary.sequence_parallel and isinstance(module, Dropout)):
+        return {}
+
+    @wraps(inner)
+    def forward(self: Dropout, x: Tensor) -> Tensor:
+        # Its masks are those of the whole sequence, of which x is one share.
+        length = x.shape[SEQUENCE_DIM]
+        self.place(SEQUENCE_DIM, boundary.mesh.get_local_rank() * length, boundary.mesh.size() * length)
+        return inner(self, x)
+
+    return {"forward": forward}
+
+
 _FORWARDS: dict[str, Callable[[nn.Module, Callable[..., Any], _Boundary], dict[str, Any]]] = {
     "enter": _gathering,
+    "hidden": _hidden,
     "column": _gathering,
     "row": _row,
     "vocab_embedding": _vocab_embedding,

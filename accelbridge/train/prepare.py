@@ -98,6 +98,8 @@ class Provided:
     data: Mapping[str, str] = field(default_factory=dict)
     """"train" and "validation" as far as the script brings them, each described for the other ranks to compare."""
     loss: bool = False
+    dropout: bool = False
+    """Whether the model holds a dropout of ours."""
     vocab_head: bool = True
     """Whether the model leaves logits split along the vocabulary where tp is above 1."""
     notes: Sequence[str] = ()
@@ -246,9 +248,13 @@ def _is_checkpoint(path: Path, known: Sequence[Path]) -> None:
 
 
 def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
-    ours = config.model.model_dump() if config.model is not None else None
-    theirs = manifest.model
-    if ours is None or theirs is None or ours == theirs:
+    if config.model is None or manifest.model is None:
+        return
+    fields = type(config.model).model_fields.items()
+    ours = config.model.model_dump()
+    # A setting that the checkpoint's version did not know yet: its default is what that version did.
+    theirs = {name: field.default for name, field in fields if not field.is_required()} | manifest.model
+    if ours == theirs:
         return
     differ = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
     details = ", ".join(f"model.{k} is {theirs.get(k)} there, {ours.get(k)} here" for k in differ)
@@ -332,13 +338,14 @@ def _plan(
 ) -> ExecutionPlan:
     dtype, seq_len = config.precision.compute, config.train.seq_len
     model = [] if config.model is None else decoder_requests(config.model, dtype, seq_len, config.data.document_mask)
+    dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
     loss = [] if provided.loss else [loss_request(dtype, split)]
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
     inputs = PlanInputs(
-        requests=[*model, *loss, Request("adamw", config.precision.params)],
+        requests=[*model, *dropout, *loss, Request("adamw", config.precision.params)],
         layout=layout.as_dict(),
         wire=_wire(config, layout),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelbridge import agreement
+from accelbridge import agreement, ops
 from accelbridge.backend import Execution, Precision
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
@@ -33,6 +33,7 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
+from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
@@ -48,6 +49,9 @@ from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
+
+_DROPOUT_KEYS = "accelbridge.dropout_keys"
+"""Where a batch carries the row keys of dropout until it is placed."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,14 @@ class Trainer:
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         """One optimizer update. Returns device scalars; nothing here waits for the device."""
         execution, model = self.execution, self.model
-        batches = [execution.place(batch) for batch in microbatches]
+        batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
+        dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
         total = torch.zeros_like(targets)
         divisor = targets.clamp(min=1)  # a step without a single target has loss 0, not NaN
         for index, batch in enumerate(batches):
-            with execution.microbatch(model, index, len(batches)):
+            # Open in the backward pass as well, where recomputation must draw the same masks.
+            with execution.microbatch(model, index, len(batches)), ops.dropout_stream(dropout_keys[index]):
                 loss = self.loss(model, batch) / divisor
                 loss.backward()
             total += loss.detach()
@@ -167,6 +173,13 @@ class Trainer:
         loss = execution.sum(total)
         execution.end_step()
         return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate}
+
+    def _with_dropout_keys(self, batch: Batch) -> Batch:
+        """The batch, and what its dropout masks are drawn by where the model has any: placed as its rows are."""
+        if not self._draws_dropout:
+            return batch
+        keys = ops.dropout_keys(self.config.train.seed, self.step, batch["sample_ids"])
+        return {**batch, _DROPOUT_KEYS: keys}
 
     def evaluate(self) -> float | None:
         """Mean loss per target over the validation data, in nats; None where there is none."""
@@ -263,6 +276,7 @@ class Trainer:
         config = self.config
         self.plan.bind()
         model = self._model if self._model is not None else build_model(config)
+        self._draws_dropout = bool(name_sites(model))
         model.register_forward_hook(unpack_logits if self._loss is None else gather_split)
         self.loss: Loss = self._loss or NextTokenLoss(model)
         materialised = not any(p.is_meta for p in model.parameters())
@@ -406,4 +420,5 @@ def _provided(
     if loss is None and (note := NextTokenLoss(model).note):
         notes.append(note)
     vocab_head = "vocab_head" in spec.tensor_parallel.values()
-    return Provided(model=True, data=data, loss=loss is not None, vocab_head=vocab_head, notes=notes)
+    dropout = any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+    return Provided(model=True, data=data, loss=loss is not None, dropout=dropout, vocab_head=vocab_head, notes=notes)

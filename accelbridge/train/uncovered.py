@@ -16,7 +16,10 @@ def coverage_notes(model: nn.Module) -> list[str]:
     if plain:
         notes.append(f"outside the plan, as plain torch modules: {', '.join(plain)}")
     if dropouts:
-        notes.append(f"{', '.join(dropouts)} draws from the rank's own generator: its masks depend on the layout")
+        notes.append(
+            f"{', '.join(dropouts)} draws from the rank's own generator: its masks depend on the layout; those of "
+            "accelbridge.models.Dropout don't"
+        )
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in leaves):
         notes.append("batch norm keeps running statistics per rank: they differ, and a checkpoint holds one rank's")
     if not model.training:

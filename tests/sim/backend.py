@@ -40,6 +40,7 @@ OPS = (
     "rope",
     "swiglu",
     "cross_entropy",
+    "dropout",
     "vocab_parallel_cross_entropy",
     "adamw",
 )
