@@ -264,8 +264,9 @@ def scenes(ctx: Rank, folder: Path) -> dict[str, Any]:
 
     def run(name: str, output: Path, steps: int, resume: str = "none", **optimizer: Any) -> None:
         os.environ["TORCHELASTIC_RUN_ID"] = name
-        data = {"data": Tokens(10), "validation": Tokens(5)}
-        trainer = Recording(recipe(output, steps, **optimizer), model=Net(), **data, resume=resume)
+        trainer = Recording(
+            recipe(output, steps, **optimizer), model=Net(), data=Tokens(10), validation=Tokens(5), resume=resume
+        )
         result = trainer.fit()
         found[name] = {
             "seen": trainer.seen,

@@ -235,7 +235,8 @@ def test_what_is_accepted(tmp_path: Path) -> None:
     )
     assert (config.optimizer.lr, config.optimizer.clip_norm, config.train.steps, config.train.seed) == (1, 2, 16, 15)
     assert isinstance(config.optimizer.lr, float)
-    assert config.precision.model_dump(exclude={"loss_scale"}) == {"compute": "bfloat16", "reduce": "float32", "params": "bfloat16"}
+    dtypes = config.precision.model_dump(exclude={"loss_scale"})
+    assert dtypes == {"compute": "bfloat16", "reduce": "float32", "params": "bfloat16"}
     assert load(tmp_path, "precision: {compute: fp16}\n").precision.compute == "float16"
 
 

@@ -16,7 +16,7 @@ class ShardedAdamW(torch.optim.AdamW):
     kernel through DTensor. State is held as AdamW holds it, with the sharding of its parameter.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Where AdamW collects the tensors of one group: parameters, gradients, moments, counts."""
         result = super()._init_group(group, *lists)
         for tensors in lists:
