@@ -437,6 +437,11 @@ class Execution(ABC):
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all data-parallel replicas; stays on the device."""
 
+    def scalar(self, value: float) -> float | Tensor:
+        """A number that changes every step, such as a learning rate, in the form an optimizer takes it here: where
+        a new number would change a captured graph, a scalar tensor on the device."""
+        return value
+
     @abstractmethod
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Waits for all of them, so it belongs between steps."""

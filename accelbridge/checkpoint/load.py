@@ -39,6 +39,9 @@ _ALLOWED = {
     "collections": {"OrderedDict"},
 }
 
+_OPTIONAL = ("rng.", "loss_scale.")
+"""Entries that a run may leave unread: those of other ranks, or of a precision that it does not use."""
+
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -100,7 +103,7 @@ def load(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) 
 def _check_fits(path: Path, state: dict[str, Tensor], stored: dict[str, Any]) -> None:
     shapes = {k: tuple(v.size) for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
     missing = [name for name in state if name not in shapes]
-    extra = [name for name in shapes if name not in state and not name.startswith("rng.")]
+    extra = [name for name in shapes if name not in state and not name.startswith(_OPTIONAL)]
     different = [name for name in state if name in shapes and tuple(state[name].shape) != shapes[name]]
     if missing or extra or different:
         details = [

@@ -15,10 +15,11 @@ def _supports(request: Request) -> Support:
 
 
 def _load() -> Callable[..., object]:
-    import torch
+    from accelbridge.portable.sharded_adamw import ShardedAdamW
 
-    return partial(torch.optim.AdamW, fused=True)
+    return partial(ShardedAdamW, fused=True)
 
 
 FUSED_ADAMW = Implementation(op="adamw", name="torch_fused", supports=_supports, load=_load)
-"""``torch.optim.AdamW(fused=True)``; its state is that of the plain one, so checkpoints move between the two."""
+"""``torch.optim.AdamW(fused=True)`` on local shards. It can mask an update on the device (``found_inf``). Its state is
+that of the plain one, so checkpoints move between the two."""

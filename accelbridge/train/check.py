@@ -127,9 +127,10 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
     """Settings that need no world: what is not built yet, and what the chip cannot do."""
     _memory(config.memory)
     precision = config.precision
-    if precision.compute == "float16":
-        raise NotSupportedYet(
-            "precision.compute float16 asked; loss scaling is not supported yet; set precision.compute: bfloat16"
+    if precision.compute == "float16" and precision.params != "float32":
+        raise ConfigError(
+            f"precision.params {precision.params} asked; precision.compute is float16, whose updates are lost in less "
+            "than float32; set precision.params: float32"
         )
     for section in ("compute", "params"):
         dtype = getattr(precision, section)

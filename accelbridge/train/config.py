@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
@@ -27,6 +27,7 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
 """At most 30 days: what takes a number of seconds turns far greater ones into an overflow."""
 ComputeDtype = Annotated[Literal["float32", "bfloat16", "float16"], SpelledDtype]
 WideDtype = Annotated[Literal["float32", "bfloat16"], SpelledDtype]
+Text = Annotated[str, Field(min_length=1)]
 Place = Literal["device", "host", "nvme"]
 
 
@@ -72,12 +73,68 @@ class ParallelConfig(Section):
     """Debugging: compare every collective across ranks before it runs, and name the call sites that differ."""
 
 
+class LossScaleConfig(Section):
+    """Dynamic loss scaling (Micikevicius et al., arXiv:1710.03740, section 3.2).
+
+    An update whose gradients overflow is skipped on all ranks and the scale goes down; after ``growth_interval``
+    updates in a row without one it goes up.
+    """
+
+    initial: PositiveNumber = 65536.0
+    """The first scale."""
+    growth_interval: Positive = 2000
+    """Updates in a row without overflow, after which the scale grows."""
+    growth: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    """What the scale is then multiplied by."""
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What it is multiplied by after an overflow."""
+    min: PositiveNumber = 1.0
+    """It never goes below this."""
+
+    @model_validator(mode="after")
+    def _starts_within(self) -> LossScaleConfig:
+        if self.initial < self.min:
+            raise ValueError(
+                f"min {self.min:g} asked; initial is {self.initial:g}, below it; set min to at most initial"
+            )
+        return self
+
+
+def _loss_scale_form(value: Any) -> str:
+    """Which form of ``precision.loss_scale`` is meant, so that an error is about that one only."""
+    if isinstance(value, Mapping | LossScaleConfig):
+        return "section"
+    return "text" if isinstance(value, str) else "number"
+
+
+LossScaleChoice = Annotated[
+    Annotated[Literal["dynamic"], Tag("text")]
+    | Annotated[PositiveNumber, Tag("number")]
+    | Annotated[LossScaleConfig, Tag("section")],
+    Discriminator(_loss_scale_form),
+]
+
+
 class PrecisionConfig(Section):
     """Dtypes. The optimizer always works on ``params``; ``compute`` is what matmuls run in."""
 
     compute: ComputeDtype = "float32"
+    """float16 needs ``params: float32`` and scales the loss."""
     reduce: WideDtype = "float32"
+    """Of gradients, on the wire as well."""
     params: WideDtype = "float32"
+    """Of the parameters and moments that the optimizer keeps."""
+    loss_scale: LossScaleChoice = "dynamic"
+    """With compute float16: "dynamic", a section that tunes it, or a number that stays; overflows are skipped."""
+
+    @model_validator(mode="after")
+    def _scale_is_used(self) -> PrecisionConfig:
+        if self.compute != "float16" and self.loss_scale != "dynamic":
+            raise ValueError(
+                f"loss_scale asked; compute is {self.compute}, which needs no scaled loss; remove loss_scale, or set "
+                "compute: float16"
+            )
+        return self
 
 
 class NvmeConfig(Section):
@@ -96,8 +153,40 @@ class MemoryConfig(Section):
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
 
 
+class ParameterGroup(Section):
+    """Settings of the parameters whose full name matches ``pattern``; of several groups, the first that matches."""
+
+    pattern: Text | list[Text]
+    """Shell pattern or patterns of parameter names; ``*`` also matches dots: ``*norm.weight``, ``layers.0.*``."""
+    lr_scale: PositiveNumber | None = None
+    """What the learning rate is multiplied by; absent: 1."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """For all of the group, vectors included; absent: as for parameters outside groups."""
+    frozen: bool = False
+    """They keep their values: no gradient, no moments."""
+
+    @property
+    def patterns(self) -> list[str]:
+        """``pattern`` as a list."""
+        return [self.pattern] if isinstance(self.pattern, str) else self.pattern
+
+    @model_validator(mode="after")
+    def _does_something(self) -> ParameterGroup:
+        tuned = [name for name in ("lr_scale", "weight_decay") if getattr(self, name) is not None]
+        if self.frozen and tuned:
+            raise ValueError(f"frozen and {tuned[0]} asked; frozen parameters are never updated; remove one of the two")
+        if not self.frozen and not tuned:
+            raise ValueError(f"pattern {self.pattern} asked without an effect; set lr_scale, weight_decay or frozen")
+        if not self.patterns:
+            raise ValueError("pattern asked as an empty list; give patterns, or remove the group")
+        return self
+
+
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with warm-up and a schedule. Vectors are not decayed."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with warm-up and a schedule.
+
+    Matrices are decayed and vectors (norms, biases) are not, unless ``groups`` says otherwise.
+    """
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveNumber = 3e-4
@@ -108,10 +197,32 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     clip_norm: PositiveNumber | None = 1.0
     """Largest global gradient norm; null: no clipping."""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warm-up: down a cosine, constant, or constant and a decay in the last ``decay_steps``."""
     warmup_steps: Count = 0
+    """Steps in which the rate rises linearly to ``lr``."""
+    decay_steps: Positive | None = None
+    """wsd: length of the final decay; required there."""
+    decay_shape: Literal["linear", "sqrt"] | None = None
+    """wsd: how it decays; absent: sqrt, that is ``1 - sqrt(progress)``."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end of the cosine, as a share of the peak."""
+    """Learning rate at the end of cosine and wsd, as a share of the peak."""
+    groups: list[ParameterGroup] = Field(default_factory=list)
+    """Parameters with settings of their own, by name."""
+
+    @model_validator(mode="after")
+    def _decay_is_used(self) -> OptimizerConfig:
+        if self.schedule == "wsd" and self.decay_steps is None:
+            raise ValueError(
+                "schedule wsd asked; decay_steps is missing; set decay_steps, a tenth of train.steps for example"
+            )
+        for name in ("decay_steps", "decay_shape"):
+            if self.schedule != "wsd" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} asked; schedule is {self.schedule}, which has no such phase; "
+                    f"set schedule: wsd, or remove {name}"
+                )
+        return self
 
 
 class TrainSection(Section):
@@ -178,11 +289,17 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> TrainConfig:
+    def _phases_fit(self) -> TrainConfig:
         if self.optimizer.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} asked; train.steps is {self.train.steps}, and "
                 "the warm-up ends before the run; set fewer warm-up steps or more steps"
+            )
+        decay = self.optimizer.decay_steps or 0
+        if self.optimizer.warmup_steps + decay > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} and optimizer.decay_steps {decay} asked; "
+                f"train.steps is {self.train.steps}, less than their sum; set fewer of them or more steps"
             )
         return self
 

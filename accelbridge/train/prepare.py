@@ -21,11 +21,13 @@ from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
 from accelbridge.models.requests import decoder_requests, loss_request
+from accelbridge.models.shapes import decoder_shapes
 from accelbridge.parallel.layout import Layout
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
 from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.groups import group_notes, rules
 from accelbridge.train.metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -103,6 +105,8 @@ class Provided:
     vocab_head: bool = True
     """Whether the model leaves logits split along the vocabulary where tp is above 1."""
     notes: Sequence[str] = ()
+    parameters: Mapping[str, Sequence[int]] | None = None
+    """Full name and shape of the parameters of its own model."""
 
 
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
@@ -342,10 +346,15 @@ def _plan(
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
     loss = [] if provided.loss else [loss_request(dtype, split)]
+    shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
+    notes = list(provided.notes)
+    if shapes is not None:
+        rules(shapes, config.optimizer)
+        notes += group_notes(shapes, config.optimizer)
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
     inputs = PlanInputs(
-        requests=[*model, *dropout, *loss, Request("adamw", config.precision.params)],
+        requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
         wire=_wire(config, layout),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
@@ -353,10 +362,19 @@ def _plan(
         world_size=world.size,
         chosen_ops=config.backend.ops,
         fallback=config.backend.on_unsupported == "fallback",
-        notes=provided.notes,
+        notes=notes,
     )
     plan = resolve(target.selection, target.backend, target.capabilities, inputs)
+    if config.precision.compute == "float16" and "adamw" not in plan.loaders:
+        note = "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
+        plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
+
+
+def _update(config: TrainConfig) -> Request:
+    """The optimizer's request; with float16 an implementation has to mask updates that overflow."""
+    needs = frozenset({"found_inf"} if config.precision.compute == "float16" else ())
+    return Request("adamw", config.precision.params, needs=needs)
 
 
 def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:

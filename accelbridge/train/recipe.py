@@ -138,6 +138,9 @@ class _Judge:
         found = problem["input"]
         limit = f" below {_spell(problem['ctx']['lt'])}" if kind == "less_than" else ""
         text = f"{name} asked as {_show(found)}; {self._takes(keys)}{limit}{self._hint(keys, found)}"
+        default = self._at(keys).get("default")
+        if kind in _OUT_OF_BOUNDS and isinstance(default, int | float) and math.isfinite(found):
+            text += f"; set one that fits, such as the default {_spell(default)}"
         return self._places.nearest(keys), text
 
     def _keys(self, loc: Sequence[int | str]) -> Keys:
@@ -184,7 +187,7 @@ class _Judge:
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             return self._options(self._schema["$defs"][name])
-        members = schema.get("anyOf")
+        members = schema.get("anyOf") or schema.get("oneOf")
         return [option for member in members for option in self._options(member)] if members else [schema]
 
     def _at(self, keys: Keys) -> Schema:
@@ -194,7 +197,8 @@ class _Judge:
             options = self._options(node)
             named = [option["properties"][key] for option in options if key in option.get("properties", {})]
             others = [o["additionalProperties"] for o in options if isinstance(o.get("additionalProperties"), dict)]
-            node = next(iter([*named, *others]), {})
+            members = [option["items"] for option in options if key.isdigit() and "items" in option]
+            node = next(iter([*named, *others, *members]), {})
         return node
 
     def _required(self, keys: Keys) -> bool:
@@ -254,6 +258,7 @@ class _Judge:
         return f'; did you mean "{close[0]}"?' if close else ""
 
 
+_OUT_OF_BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _YES, _NO = {"yes", "on", "y", "true"}, {"no", "off", "n", "false"}
 
 

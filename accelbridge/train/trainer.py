@@ -40,8 +40,9 @@ from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
+from accelbridge.train.loss_scale import PREFIX, LossScale
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, RunFacts
-from accelbridge.train.optim import build_optimizer, learning_rate, materialise_state, set_learning_rate
+from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
 from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, check_unchanged, prepare
 from accelbridge.train.progress import make_progress
 from accelbridge.train.stop import StopOnSignal
@@ -118,6 +119,8 @@ class Trainer:
         self._loss = loss
         self._train = data if data is not None else _packed(self.prepared, "train")
         self._validation = validation if validation is not None else _packed(self.prepared, "validation")
+        self._loss_scale: LossScale | None = None
+        """With compute float16 only."""
         self._resources = ExitStack()
         self._ready = self._closed = False
         self.failed_at: float | None = None
@@ -153,7 +156,7 @@ class Trainer:
 
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         """One optimizer update. Returns device scalars; nothing here waits for the device."""
-        execution, model = self.execution, self.model
+        execution, model, scale = self.execution, self.model, self._loss_scale
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
@@ -163,16 +166,30 @@ class Trainer:
             # Open in the backward pass as well, where recomputation must draw the same masks.
             with execution.microbatch(model, index, len(batches)), ops.dropout_stream(dropout_keys[index]):
                 loss = self.loss(model, batch) / divisor
-                loss.backward()
+                (loss if scale is None else loss * scale.scale).backward()
             total += loss.detach()
         rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
-        set_learning_rate(self.optimizer, rate)
-        norm = execution.clip_grad_norm(model, self.config.optimizer.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        set_learning_rate(self.optimizer, rate, execution.scalar)
+        values = self._update(rate)
         loss = execution.sum(total)
         execution.end_step()
-        return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate}
+        return {"loss": loss, "tokens": targets, **values}
+
+    def _update(self, rate: float) -> dict[str, Any]:
+        """Clip the gradients, update and clear them; what the metrics say of it."""
+        clip, scale = self.config.optimizer.clip_norm, self._loss_scale
+        values: dict[str, Any] = {"lr": rate}
+        if scale is None:
+            values["grad_norm"] = self.execution.clip_grad_norm(self.model, clip)
+            self.optimizer.step()
+        else:
+            scale.unscale_(self.model.parameters())
+            values["grad_norm"] = norm = self.execution.clip_grad_norm(self.model, clip)
+            values["loss_scale"] = scale.scale.clone()  # that of this step: the update may change it
+            scale.step(self.optimizer, norm)
+            values["skipped_updates"] = scale.skipped
+        self.optimizer.zero_grad()
+        return values
 
     def _with_dropout_keys(self, batch: Batch) -> Batch:
         """The batch, and what its dropout masks are drawn by where the model has any: placed as its rows are."""
@@ -234,6 +251,8 @@ class Trainer:
         self._show_plan()
         self._build()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
+        if config.precision.compute == "float16":
+            self._loss_scale = LossScale(config.precision.loss_scale, self.execution.device)
         self._open_checkpoints()
         coordinates = self.execution.data_coordinates
         assert self._train is not None, "prepare() saw that there is training data"
@@ -282,6 +301,7 @@ class Trainer:
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
             check_equal(model, self.execution.control_group)
+        freeze(model, config.optimizer)
         spec = sharding_spec(model, self.prepared.layout)
         initialise = initialiser(model, config.train.seed)
         precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
@@ -296,8 +316,8 @@ class Trainer:
         if prepared.resume is not None:
             verify(prepared.resume.path, prepared.resume.manifest, group)
             state = self._state()
-            if prepared.resume.manifest.world_size != world.size:
-                state = {name: t for name, t in state.items() if not name.startswith("rng.")}
+            left_out = _absent(prepared.resume.manifest, world.size)
+            state = {name: t for name, t in state.items() if not name.startswith(left_out)}
             load(prepared.resume.path, state, group)
             self._restore(state)
             log.info("resumed from %s at step %d", prepared.resume.path, self.step)
@@ -380,8 +400,10 @@ class Trainer:
             self.progress.print(f"SIGTERM: checkpoint at step {self.step}, stopping")
 
     def _state(self) -> dict[str, Any]:
-        """Model, optimizer and this rank's generators, all as tensors. The data position is the step itself."""
+        """Model, optimizer, loss scale and this rank's generators, all as tensors. The data position is the step."""
         state = self.execution.state(self.model, self.optimizer)
+        if self._loss_scale is not None:
+            state |= self._loss_scale.state()  # live tensors: loading fills them in place
         rank = self.prepared.world.rank
         for name, value in self.prepared.target.backend.device.rng_state().items():
             state[f"rng.{rank}.{name}"] = value
@@ -393,6 +415,13 @@ class Trainer:
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
+
+
+def _absent(manifest: Manifest, world_size: int) -> tuple[str, ...]:
+    """Prefixes of entries that a checkpoint has not, or has for other ranks; they stay as they start."""
+    other_world = manifest.world_size != world_size
+    unscaled = manifest.plan.get("recipe", {}).get("precision.compute") != "float16"
+    return (*(("rng.",) if other_world else ()), *((PREFIX,) if unscaled else ()))
 
 
 def _packed(prepared: Prepared, split: str) -> Samples | None:
@@ -409,6 +438,7 @@ def _provided(
     data = {name: describe_samples(samples) for name, samples in own.items() if samples is not None}
     if model is None:
         return Provided(data=data, loss=loss is not None)
+    parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if config.model is not None:
         raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
     check_savable(model)
@@ -421,4 +451,12 @@ def _provided(
         notes.append(note)
     vocab_head = "vocab_head" in spec.tensor_parallel.values()
     dropout = any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
-    return Provided(model=True, data=data, loss=loss is not None, dropout=dropout, vocab_head=vocab_head, notes=notes)
+    return Provided(
+        model=True,
+        data=data,
+        loss=loss is not None,
+        dropout=dropout,
+        vocab_head=vocab_head,
+        parameters=parameters,
+        notes=notes,
+    )

@@ -1,0 +1,29 @@
+"""Names and shapes of a decoder's parameters, for what is decided before torch is loaded."""
+
+from __future__ import annotations
+
+from accelbridge.models.config import ModelConfig
+
+
+def decoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Full name -> full shape of every parameter of :class:`accelbridge.models.decoder.Decoder`, in its order."""
+    dim, ffn = model.dim, model.resolved_ffn_dim
+    width, kv_width = (n * model.resolved_head_dim for n in (model.heads, model.resolved_kv_heads))
+    layer = {
+        "attention_norm": (dim,),
+        "attention.q": (width, dim),
+        "attention.k": (kv_width, dim),
+        "attention.v": (kv_width, dim),
+        "attention.o": (dim, width),
+        "ffn_norm": (dim,),
+        "ffn.gate": (ffn, dim),
+        "ffn.up": (ffn, dim),
+        "ffn.down": (dim, ffn),
+    }
+    owners: dict[str, tuple[int, ...]] = {"embed": (model.vocab_size, dim)}
+    for index in range(model.layers):
+        owners |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    owners["norm"] = (dim,)
+    if not model.tie_embeddings:
+        owners["head"] = (model.vocab_size, dim)
+    return {f"{name}.weight": shape for name, shape in owners.items()}
