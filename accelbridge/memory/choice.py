@@ -91,7 +91,7 @@ def _these(ops: Sequence[str], used: Sequence[str]) -> str:
 
 def _checked(ops: Sequence[str], known: Sequence[str]) -> list[str]:
     for op in ops:
-        if op in OUTSIDE:
+        if op in OUTSIDE and op not in known:
             raise ConfigError(
                 f'memory.recompute.ops names "{op}"; it runs outside the shard units, which are what is recomputed; '
                 f"ops inside them: {', '.join(known)}; remove it"

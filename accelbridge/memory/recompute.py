@@ -119,7 +119,7 @@ def _policy(_: Any, kernel: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 _compiled_contexts: _Contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def prepare_units(recompute: Recompute, compile_unit: Callable[[nn.Module], None] | None) -> Callable[..., None]:
+def finisher(recompute: Recompute, compile_unit: Callable[[nn.Module], None] | None) -> Callable[..., None]:
     """A function ``finish(name, unit)`` for :meth:`accelbridge.backend.Execution.realise`.
 
     It is called once per shard unit, in the order of the model; the first ``recompute.units`` of them are

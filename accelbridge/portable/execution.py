@@ -90,7 +90,14 @@ class EagerExecution(Execution):
 
     # ---- model
 
-    def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
+    def realise(
+        self,
+        model: nn.Module,
+        spec: ShardingSpec,
+        precision: Precision,
+        initialise: Initialise,
+        finish: Callable[[str, nn.Module], None] | None = None,
+    ) -> nn.Module:
         _check_dimensions(model)
         on_meta = _wholly_on_meta(model)
         ties = _ties(model)
@@ -105,6 +112,10 @@ class EagerExecution(Execution):
             "reshard_after_forward": self._layout.zero == 3,
         }
         _cast_parameters(model, getattr(torch, precision.params))
+        if finish is not None:
+            names = {id(module): name for name, module in model.named_modules()}
+            for unit in units:
+                finish(names[id(unit)], unit)
         for module in reversed(units):
             fully_shard(module, mp_policy=_policy(precision), **options)
         # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
@@ -118,8 +129,9 @@ class EagerExecution(Execution):
             _fill(model, initialise)
         return model
 
-    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fn
+    def compile(self, unit: nn.Module) -> None:
+        # Not unit.compile(), which takes in the hooks: those of FSDP2, added later, communicate and must stay outside.
+        unit.forward = torch.compile(unit.forward, fullgraph=True)
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[None]:

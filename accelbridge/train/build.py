@@ -41,6 +41,12 @@ def initialiser(model: nn.Module, seed: int) -> tuple[ShardingSpec, Callable[[st
     return _spec(model), initialise
 
 
+def shard_units(model: nn.Module) -> list[str]:
+    """Names of the modules that the model's sharding spec makes shard units."""
+    spec = _spec(model)
+    return [name for name, _ in model.named_modules() if name and spec.is_unit(name)]
+
+
 def _spec(model: nn.Module) -> ShardingSpec:
     own: Callable[[], ShardingSpec] | None = getattr(model, "sharding_spec", None)
     if own is not None:

@@ -20,6 +20,9 @@ from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
+from accelbridge.memory import choice
+from accelbridge.memory.choice import Recompute
+from accelbridge.memory.config import Selective
 from accelbridge.models.requests import decoder_requests
 from accelbridge.parallel.layout import Layout
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
@@ -80,6 +83,7 @@ class Prepared:
     validation: TokenStore | None
     resume: Resume | None
     plan: ExecutionPlan
+    recompute: Recompute = field(default_factory=Recompute)
 
     @property
     def output(self) -> Path:
@@ -99,6 +103,8 @@ class Provided:
     """"train" and "validation" as far as the script brings them, each described for the other ranks to compare."""
     requests: Sequence[Request] | None = None
     notes: Sequence[str] = ()
+    units: int = 0
+    """Shard units of the script's own model."""
 
 
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
@@ -154,12 +160,56 @@ def _prepare(
         with _path_of(f'output.dir "{output}"'):
             _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
+    recompute = _listed_recompute(config, provided)  # before a plan is made: it may name an op that isn't there
     plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
+    recompute = recompute or _within_budget(config, layout, size, plan)
+    plan = _with_units(plan, recompute, config.train.compile)
     if resumed is not None:
         _same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan)
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+
+
+def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | None:
+    """The recomputation that the recipe names; None where it gives a budget to choose by."""
+    setting = config.memory.recompute
+    if provided.model:
+        asked = ["memory.recompute"] * (setting != "none") + ["train.compile"] * config.train.compile
+        if asked and not provided.units:
+            raise choice.needs_units(asked[0])
+        from accelbridge.ops import NAMES  # who brings a module has torch loaded
+
+        return choice.listed_for_any(setting, NAMES)
+    if isinstance(setting, Selective) and setting.budget is not None:
+        return None
+    return choice.listed(setting, _decoder_requests(config))
+
+
+def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: ExecutionPlan) -> Recompute:
+    """The cheapest recomputation within ``memory.recompute.budget``. Loads torch, but opens no device."""
+    from accelbridge.memory.budget import choose, measure
+
+    setting = config.memory.recompute
+    assert config.model is not None and isinstance(setting, Selective) and setting.budget is not None
+    shape = (microbatch, config.train.seq_len)
+    activations = measure(
+        config.model, layout, shape, config.precision.compute, plan.loaders, segments=config.data.document_mask
+    )
+    return choose(activations, config.model.layers, setting.budget)
+
+
+def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> ExecutionPlan:
+    """The plan, which also says what is done to shard units."""
+    notes = [recompute.note] if recompute.note else []
+    notes += ["compile: each shard unit is one graph of torch.compile"] if compiled else []
+    contract = {**plan.contract, "recompute": recompute.as_dict()}
+    return replace(plan, notes=(*plan.notes, *notes), contract=contract)
+
+
+def _decoder_requests(config: TrainConfig) -> list[Request]:
+    assert config.model is not None, "prepare() checked it"
+    return decoder_requests(config.model, config.precision.compute, config.train.seq_len, config.data.document_mask)
 
 
 def _without_absent_data(config: TrainConfig, provided: Provided) -> tuple[TrainConfig, Provided]:
@@ -329,10 +379,7 @@ def _plan(
 ) -> ExecutionPlan:
     requests = provided.requests
     if requests is None:
-        assert config.model is not None, "prepare() checked it"
-        requests = decoder_requests(
-            config.model, config.precision.compute, config.train.seq_len, config.data.document_mask
-        )
+        requests = _decoder_requests(config)
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
     inputs = PlanInputs(

@@ -184,7 +184,7 @@ class _Judge:
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             return self._options(self._schema["$defs"][name])
-        members = schema.get("anyOf")
+        members = schema.get("anyOf") or schema.get("oneOf")
         return [option for member in members for option in self._options(member)] if members else [schema]
 
     def _at(self, keys: Keys) -> Schema:

@@ -33,7 +33,8 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
-from accelbridge.train.build import build_model, check_equal, initialiser
+from accelbridge.memory import recompute
+from accelbridge.train.build import build_model, check_equal, initialiser, shard_units
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
@@ -261,6 +262,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         self.plan.bind()
+        recompute.bind(self.prepared.recompute, config.train.compile)
         model = self._model if self._model is not None else build_model(config)
         if self._loss is None:
             model.register_forward_hook(unpack_logits)
@@ -271,7 +273,8 @@ class Trainer:
         spec, initialise = initialiser(model, config.train.seed)
         precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = self.execution.realise(model, spec, precision, initialise)
+        finish = recompute.finisher(self.prepared.recompute, self.execution.compile if config.train.compile else None)
+        self.model = self.execution.realise(model, spec, precision, initialise, finish)
 
     def _open_checkpoints(self) -> None:
         prepared, config, world = self.prepared, self.config, self.prepared.world
@@ -401,4 +404,4 @@ def _provided(
     notes = coverage_notes(model)
     if loss is None and (note := NextTokenLoss(model).note):
         notes.append(note)
-    return Provided(model=True, data=data, requests=requests, notes=notes)
+    return Provided(model=True, data=data, requests=requests, notes=notes, units=len(shard_units(model)))
