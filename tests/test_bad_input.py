@@ -96,7 +96,10 @@ BY_SETTING: list[tuple[list[str], list[str]]] = [
     (["parallel.pp=4"], ["parallel.pp 4 asked", "not supported yet"]),
     (["parallel.ep=2"], ["parallel.ep 2 asked", "not supported yet"]),
     (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel asked", "not supported yet"]),
-    (["memory.recompute.ops=[rmsnorm]"], ['names "rmsnorm"', 'did you mean "rms_norm"?', "choose from rms_norm, linear"]),
+    (
+        ["memory.recompute.ops=[rmsnorm]"],
+        ['names "rmsnorm"', 'did you mean "rms_norm"?', "choose from rms_norm, linear"],
+    ),
     (["memory.recompute.ops=[embedding]"], ['names "embedding"', "outside the shard units", "remove it"]),
     (["memory.recompute.budget=1KiB"], ["1024 bytes asked", "the least is", "outside the layers", "set ", " or more"]),
     (["memory.activations=host"], ["memory.activations host asked", "not supported yet"]),

@@ -5,8 +5,8 @@ device) with the ops that the plan has chosen, and the storages that autograd ke
 is the difference of the two; the rest (embedding, norm, logits, loss) is the same for any depth.
 
 The budget is for what one microbatch keeps between forward and backward. In the backward pass one unit's full
-activations come on top of it, while that unit runs again; parameters, gradients and optimizer state are not in it. Under ``train.compile`` the
-compiler may keep less than what is counted here.
+activations come on top of it, while that unit runs again; parameters, gradients and optimizer state are not in it.
+Under ``train.compile`` the compiler may keep less than what is counted here.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ def listed_for_any(setting: RecomputeSetting, known: Sequence[str]) -> Recompute
         )
     if setting in ("none", "full"):
         return _whole("full" if setting == "full" else "none")
-    ops = _checked(setting.ops or [], known) if isinstance(setting, Selective) else [op for op in DEFAULT if op in known]
+    ops = (
+        _checked(setting.ops or [], known) if isinstance(setting, Selective) else [op for op in DEFAULT if op in known]
+    )
     return _selective(ops, "only what other ops of accelbridge.ops put out is kept, the rest of the model recomputed")
 
 

@@ -191,7 +191,9 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     from accelbridge.memory.budget import choose, measure
 
     setting = config.memory.recompute
-    assert config.model is not None and isinstance(setting, Selective) and setting.budget is not None
+    assert config.model is not None
+    assert isinstance(setting, Selective)
+    assert setting.budget is not None
     shape = (microbatch, config.train.seq_len)
     activations = measure(
         config.model, layout, shape, config.precision.compute, plan.loaders, segments=config.data.document_mask
