@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from accelbridge import TrainConfig, Trainer, ops
 from accelbridge.backend import World
@@ -36,7 +37,8 @@ SHAPE = (2, 32)
 NONE, FULL = Recompute(), Recompute("full")
 CHEAP = Recompute("selective", ("rms_norm", "rope", "swiglu"))
 WITHOUT_LINEAR = Recompute("selective", ("rms_norm", "rope", "attention", "swiglu"))
-ATTENTION: dict[str, Callable[..., Any]] = {"sdpa": sdpa, "reference": ops.reference("attention")}
+Bound = dict[str, Callable[..., Any]]
+ATTENTION: Bound = {"sdpa": sdpa, "reference": ops.reference("attention")}
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +67,10 @@ class Alive(TorchDispatchMode):
         return sum(size for key, (alive, size) in self.made.items() if alive() is not None and key not in known)
 
 
-def decoder(asked: Recompute, dtype: torch.dtype = torch.float32, **bound: Callable[..., Any]) -> Decoder:
+def decoder(asked: Recompute, bound: Bound | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
     """The small decoder with its layers recomputed as asked, ops counted or chosen by ``bound``."""
     ops.reset()
-    ops.bind(bound)
+    ops.bind(bound or {})
     recompute.bind(asked, compiled=False)
     model = Decoder(CONFIG)
     model.reset_parameters(3)
@@ -97,8 +99,8 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def kept_bytes(asked: Recompute, dtype: torch.dtype = torch.float32, **bound: Callable[..., Any]) -> int:
-    model = decoder(asked, dtype, **bound)
+def kept_bytes(asked: Recompute, bound: Bound | None = None, dtype: torch.dtype = torch.float32) -> int:
+    model = decoder(asked, bound, dtype)
     with Alive() as alive:
         loss = loss_of(model)
     assert loss.requires_grad
@@ -110,20 +112,20 @@ def kept_bytes(asked: Recompute, dtype: torch.dtype = torch.float32, **bound: Ca
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_what_is_kept_falls_and_no_bit_changes(attention: str) -> None:
-    bound = {"attention": ATTENTION[attention]}
-    plain = decoder(NONE, **bound)
+    bound: Bound = {"attention": ATTENTION[attention]}
+    plain = decoder(NONE, bound)
     loss = loss_of(plain)
     expected = gradients(plain, loss)
     assert len(expected) == len(list(plain.parameters()))
-    sizes = [kept_bytes(NONE, **bound)]
+    sizes = [kept_bytes(NONE, bound)]
     for asked in (CHEAP, WITHOUT_LINEAR, FULL):
-        model = decoder(asked, **bound)
+        model = decoder(asked, bound)
         again = loss_of(model)
         assert torch.equal(again, loss)
         found = gradients(model, again)
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
         assert list(model.state_dict()) == list(plain.state_dict())
-        sizes.append(kept_bytes(asked, **bound))
+        sizes.append(kept_bytes(asked, bound))
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[1] < 0.75 * sizes[0]
     assert sizes[-1] < 0.2 * sizes[0]
@@ -142,7 +144,7 @@ def test_only_what_is_listed_runs_twice() -> None:
     once = {"rms_norm": 6, "linear": 21, "rope": 6, "attention": 3, "swiglu": 3}
     outside = {"rms_norm": 1, "linear": 1, "embedding": 1, "cross_entropy": 1}
     for asked, repeated in ((NONE, ()), (CHEAP, CHEAP.ops), (WITHOUT_LINEAR, WITHOUT_LINEAR.ops), (FULL, tuple(once))):
-        model = decoder(asked, **{name: counted(name) for name in ops.NAMES})
+        model = decoder(asked, {name: counted(name) for name in ops.NAMES})
         calls.clear()
         loss_of(model).backward()
         inside = {op: n * (1 + (op in repeated)) for op, n in once.items()}
@@ -208,7 +210,7 @@ def test_generators_keywords_nested_units_and_two_backward_passes(asked: Recompu
 
 def test_torch_told_not_to_stop_early() -> None:
     expected = gradients(plain := decoder(NONE), loss_of(plain))
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+    with set_checkpoint_early_stop(False):
         model = decoder(CHEAP)
         found = gradients(model, loss_of(model))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -254,7 +256,7 @@ def test_what_is_predicted_is_what_is_kept(attention: str, dtype: str) -> None:
     assert found.notes == ()
     for asked in (NONE, CHEAP, WITHOUT_LINEAR, Recompute("selective", ("linear",)), FULL):
         layer = {"none": found.layer, "full": found.entry}.get(asked.kind, found.selective(asked.ops))
-        kept = kept_bytes(asked, getattr(torch, dtype), attention=implementation)
+        kept = kept_bytes(asked, {"attention": implementation}, getattr(torch, dtype))
         assert found.outside + CONFIG.layers * layer == pytest.approx(kept, rel=0.1), asked
 
 
@@ -304,9 +306,7 @@ def test_the_cheapest_choice_that_fits_is_taken() -> None:
         size = whole - chosen.units * (made.layer - made.selective(recomputed))
         assert size <= budget < whole
         assert chosen.units * made.cost(recomputed) == min(costs)
-    with pytest.raises(
-        ConfigError, match=r"89 bytes asked; the least is 90 bytes.* 4 layer inputs of 10"
-    ):
+    with pytest.raises(ConfigError, match=r"89 bytes asked; the least is 90 bytes.* 4 layer inputs of 10"):
         choose(made, layers, 50 + 4 * 10 - 1)
 
 

@@ -130,7 +130,7 @@ class Record:
             index = places.get(tensor.untyped_storage()._cdata)
             if index is None or tensor.dtype != arguments[index].dtype:
                 return None
-            shift = tensor.storage_offset() - arguments[index].storage_offset()
+            shift = int(tensor.storage_offset() - arguments[index].storage_offset())
             return Alias(index, tuple(tensor.size()), tuple(tensor.stride()), shift)
 
         def pack(tensor: Tensor) -> tuple[bool, Any]:
@@ -219,6 +219,6 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Pack and unpack of the checkpoint around us. torch has no public way to ask; where it finds none, a bug."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     assert hooks is not None, "a record is active inside a checkpoint only"
     return hooks
