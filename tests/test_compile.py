@@ -63,7 +63,6 @@ def test_compiled_units_give_the_same_losses_and_compile_once(tmp_path: Path, st
         assert eager[1] == [0] * STEPS
         assert eager[3] == []
         assert losses == pytest.approx(eager[0], rel=1e-5)
-        assert 0 < graphs[0] <= 4  # training and evaluation, and a graph within another for what is recomputed
-        assert graphs == [graphs[0]] * STEPS
+        assert graphs == [2] * STEPS  # one for training and one for evaluation, whatever the number of layers
         assert names == eager[2]
         assert notes == ["compile: each shard unit is one graph of torch.compile"]
