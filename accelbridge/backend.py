@@ -411,17 +411,27 @@ class Execution(ABC):
 
     @abstractmethod
     def realise(
-        self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Callable[..., Tensor]
+        self,
+        model: nn.Module,
+        spec: ShardingSpec,
+        precision: Precision,
+        initialise: Callable[..., Tensor],
+        finish: Callable[[str, nn.Module], None] | None = None,
     ) -> nn.Module:
         """Shard ``model`` as ``spec`` and the layout say, and materialise it on the device.
 
         Parameters on the meta device are filled with ``initialise(name, shape, rows)``, a float32 host tensor of
         rows ``rows`` (a range along dimension 0) of the full parameter; others keep their values.
+        ``finish(name, unit)`` is called once per shard unit, in the model's order, after it was split over tensor
+        parallel and before it is sharded over data parallel: recomputation and :meth:`compile` come in there.
         """
 
     @abstractmethod
-    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Capture or compile ``fn`` where the device gains from it; otherwise return it as it is."""
+    def compile(self, unit: nn.Module) -> None:
+        """Compile the forward pass of a shard unit, and so its backward, in place; nothing where the device
+        compiles whole steps anyway. Names of parameters stay, and hooks of the unit run outside what is compiled.
+        What cannot be compiled as one graph raises torch's error when the unit first runs: a silent break would
+        cost more than compiling gains."""
 
     @abstractmethod
     def evaluation(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -95,7 +95,14 @@ class EagerExecution(Execution):
 
     # ---- model
 
-    def realise(self, model: nn.Module, spec: ShardingSpec, precision: Precision, initialise: Initialise) -> nn.Module:
+    def realise(
+        self,
+        model: nn.Module,
+        spec: ShardingSpec,
+        precision: Precision,
+        initialise: Initialise,
+        finish: Callable[[str, nn.Module], None] | None = None,
+    ) -> nn.Module:
         _check_dimensions(model)
         on_meta = _wholly_on_meta(model)
         _cast_parameters(model, getattr(torch, precision.params))
@@ -112,6 +119,10 @@ class EagerExecution(Execution):
             "reshard_after_forward": self._layout.zero == 3,
             "shard_placement_fn": partial(_dp_placement, degree=self._layout.dp_shard),
         }
+        if finish is not None:
+            names = {id(module): name for name, module in model.named_modules()}
+            for unit in units:
+                finish(names[id(unit)], unit)
         for module in reversed(units):
             fully_shard(module, mp_policy=_policy(precision), **options)
         # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
@@ -125,8 +136,9 @@ class EagerExecution(Execution):
             _fill(model, initialise)
         return model
 
-    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fn
+    def compile(self, unit: nn.Module) -> None:
+        # Not unit.compile(), which takes in the hooks: those of FSDP2, added later, communicate and must stay outside.
+        unit.forward = torch.compile(unit.forward, fullgraph=True)
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[None]:

@@ -151,10 +151,6 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
 
 
 def _memory(memory: MemoryConfig) -> None:
-    if memory.recompute != "none":
-        raise NotSupportedYet(
-            f"memory.recompute {memory.recompute} asked; it is not supported yet; set memory.recompute: none"
-        )
     for what in ("activations", "optimizer", "parameters"):
         place = getattr(memory, what)
         if place != "device":

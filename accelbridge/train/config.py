@@ -15,6 +15,7 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
+from accelbridge.memory.config import RecomputeSetting
 from accelbridge.models.config import ModelConfig
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.places import Places
@@ -146,7 +147,9 @@ class NvmeConfig(Section):
 class MemoryConfig(Section):
     """What is recomputed, and where state lives."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: RecomputeSetting = "none"
+    """Activations computed again in the backward pass: none, full (each shard unit), selective (cheap ops with large
+    outputs), or chosen: ``{ops: [rms_norm, swiglu]}`` or ``{budget: 200MiB}``."""
     activations: Place = "device"
     optimizer: Place = "device"
     parameters: Place = "device"
@@ -239,6 +242,8 @@ class TrainSection(Section):
     """Tokens per sequence."""
     deterministic: bool = False
     """Same layout and backend give the same bits (always so on the CPU)."""
+    compile: bool = False
+    """Compile each shard unit with torch.compile; the first steps then take long."""
     eval_interval: Count = 0
     """Steps between evaluations on ``data.validation``; 0: only at the end."""
 

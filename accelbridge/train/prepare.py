@@ -20,6 +20,9 @@ from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
+from accelbridge.memory import choice
+from accelbridge.memory.choice import Recompute
+from accelbridge.memory.config import Selective
 from accelbridge.models.requests import decoder_requests, loss_request
 from accelbridge.models.shapes import decoder_shapes
 from accelbridge.parallel.layout import Layout
@@ -82,6 +85,7 @@ class Prepared:
     validation: TokenStore | None
     resume: Resume | None
     plan: ExecutionPlan
+    recompute: Recompute = field(default_factory=Recompute)
 
     @property
     def output(self) -> Path:
@@ -107,6 +111,8 @@ class Provided:
     notes: Sequence[str] = ()
     parameters: Mapping[str, Sequence[int]] | None = None
     """Full name and shape of the parameters of its own model."""
+    units: int = 0
+    """Shard units of the script's own model."""
 
 
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
@@ -163,12 +169,58 @@ def _prepare(
         with _path_of(f'output.dir "{output}"'):
             _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
+    recompute = _listed_recompute(config, provided)  # before a plan is made: it may name an op that isn't there
     plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
+    recompute = recompute or _within_budget(config, layout, size, plan)
+    plan = _with_units(plan, recompute, config.train.compile)
     if resumed is not None:
         _same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan)
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+
+
+def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | None:
+    """The recomputation that the recipe names; None where it gives a budget to choose by."""
+    setting = config.memory.recompute
+    if provided.model:
+        asked = ["memory.recompute"] * (setting != "none") + ["train.compile"] * config.train.compile
+        if asked and not provided.units:
+            raise choice.needs_units(asked[0])
+        from accelbridge.ops import NAMES  # who brings a module has torch loaded
+
+        return choice.listed_for_any(setting, NAMES)
+    if isinstance(setting, Selective) and setting.budget is not None:
+        return None
+    return choice.listed(setting, _decoder_requests(config))
+
+
+def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: ExecutionPlan) -> Recompute:
+    """The cheapest recomputation within ``memory.recompute.budget``. Loads torch, but opens no device."""
+    from accelbridge.memory.budget import choose, measure
+
+    setting = config.memory.recompute
+    assert config.model is not None
+    assert isinstance(setting, Selective)
+    assert setting.budget is not None
+    shape = (microbatch, config.train.seq_len)
+    activations = measure(
+        config.model, layout, shape, config.precision.compute, plan.loaders, segments=config.data.document_mask
+    )
+    return choose(activations, config.model.layers, setting.budget)
+
+
+def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> ExecutionPlan:
+    """The plan, which also says what is done to shard units."""
+    notes = [recompute.note] if recompute.note else []
+    notes += ["compile: each shard unit is one graph of torch.compile"] if compiled else []
+    contract = {**plan.contract, "recompute": recompute.as_dict()}
+    return replace(plan, notes=(*plan.notes, *notes), contract=contract)
+
+
+def _decoder_requests(config: TrainConfig) -> list[Request]:
+    assert config.model is not None, "prepare() checked it"
+    return decoder_requests(config.model, config.precision.compute, config.train.seq_len, config.data.document_mask)
 
 
 def _without_absent_data(config: TrainConfig, provided: Provided) -> tuple[TrainConfig, Provided]:
@@ -340,8 +392,8 @@ def _plan(
     resume: Resume | None,
     provided: Provided,
 ) -> ExecutionPlan:
-    dtype, seq_len = config.precision.compute, config.train.seq_len
-    model = [] if config.model is None else decoder_requests(config.model, dtype, seq_len, config.data.document_mask)
+    dtype = config.precision.compute
+    model = [] if config.model is None else _decoder_requests(config)
     dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"

@@ -33,6 +33,7 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
+from accelbridge.memory import recompute
 from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
@@ -294,6 +295,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         self.plan.bind()
+        recompute.bind(self.prepared.recompute, config.train.compile)
         model = self._model if self._model is not None else build_model(config)
         self._draws_dropout = bool(name_sites(model))
         model.register_forward_hook(unpack_logits if self._loss is None else gather_split)
@@ -306,7 +308,8 @@ class Trainer:
         initialise = initialiser(model, config.train.seed)
         precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = self.execution.realise(model, spec, precision, initialise)
+        finish = recompute.finisher(self.prepared.recompute, self.execution.compile if config.train.compile else None)
+        self.model = self.execution.realise(model, spec, precision, initialise, finish)
 
     def _open_checkpoints(self) -> None:
         prepared, config, world = self.prepared, self.config, self.prepared.world
@@ -458,5 +461,6 @@ def _provided(
         dropout=dropout,
         vocab_head=vocab_head,
         parameters=parameters,
+        units=sum(bool(name) and spec.is_unit(name) for name, _ in model.named_modules()),
         notes=notes,
     )

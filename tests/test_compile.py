@@ -1,0 +1,68 @@
+"""torch.compile of shard units: the same losses, one graph for all layers, and no compilation once it runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo
+
+from accelbridge import Trainer
+from accelbridge.data.loader import Prefetcher
+from tests import cli
+from tests.ranks import Rank, run_ranks
+
+STEPS = 5
+RUNS: dict[str, tuple[bool, str]] = {
+    "eager": (False, "none"),
+    "compiled": (True, "selective"),
+}
+
+
+def train_all(ctx: Rank, folder: Path, store: Path, validation: Path) -> dict[str, Any]:
+    """Losses of training and evaluation after every step, graphs compiled by then, and names of the state."""
+    os.environ |= {name: str(ctx.rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(ctx.size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ctx.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{ctx.rank}"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    return {name: train(folder / name, store, validation, *run) for name, run in RUNS.items()}
+
+
+def train(output: Path, store: Path, validation: Path, compiled: bool, recompute: str) -> Any:
+    os.environ["TORCHELASTIC_RUN_ID"] = output.name
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings: dict[str, Any] = {"train": {"steps": STEPS, "microbatch_size": 2, "compile": compiled}}
+    recipe = cli.recipe(output, store, memory={"recompute": recompute}, **settings)
+    recipe["data"]["validation"] = str(validation)
+    with Trainer(recipe) as trainer:
+        trainer.setup()
+        losses, graphs = [], []
+        steps = Prefetcher(trainer.loader, 0, STEPS)
+        for _, microbatches in steps:
+            losses += [trainer.train_step(microbatches)["loss"].item(), trainer.evaluate()]
+            trainer.step += 1
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        steps.close()
+        notes = [note for note in trainer.plan.notes if note.startswith("compile")]
+        return losses, graphs, list(trainer.model.state_dict()), notes
+
+
+def test_compiled_units_give_the_same_losses_and_compile_once(tmp_path: Path, store: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a few words to look at between the steps " * 16)
+    done = cli.run("data", "build", str(tmp_path / "text"), str(tmp_path / "short"), "--suffix", ".txt")
+    assert done.returncode == 0, done.stderr
+    for found in run_ranks(train_all, 2, tmp_path, store, tmp_path / "short" / "train", timeout=280):
+        eager, (losses, graphs, names, notes) = (found[name] for name in RUNS)
+        assert eager[1] == [0] * STEPS
+        assert eager[3] == []
+        assert losses == pytest.approx(eager[0], rel=1e-5)
+        assert graphs == [2] * STEPS  # one for training and one for evaluation, whatever the number of layers
+        assert names == eager[2]
+        assert notes == ["compile: each shard unit is one graph of torch.compile"]
