@@ -6,9 +6,11 @@ import json
 import math
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -55,6 +57,10 @@ class Ratio:
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+    def judged(self, target: float) -> dict[str, Any]:
+        """As data, with ``target`` and the verdict."""
+        return {**asdict(self), "target": target, "verdict": self.verdict(target)}
+
     def verdict(self, target: float) -> str:
         """Whether the median keeps to ``target``, and where not, whether the interval at least reaches it."""
         if self.median <= target:
@@ -75,6 +81,7 @@ class Arm:
         self.name = name
         self.blocks: list[Block] = []
         self.peak_rss: list[int] = []
+        self.tensor_bytes: tuple[int, ...] = ()
         self._folder = Path(case["folder"]) / name
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "case.json"
@@ -143,11 +150,11 @@ class Arm:
             self.blocks.append(Block(sum(s["cpu"] for s in said) / steps, max(s["wall"] for s in said) / steps))
             self.peak_rss = [s["peak_rss"] for s in said]
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes of tensors, mean of the ranks, over one more step: (between steps, at most)."""
+    def memory(self) -> None:
+        """Run one more step, and remember the bytes of tensors, mean of the ranks: (between steps, at most)."""
         self.tell("memory 1")
         said = self.hear()
-        return sum(s["resident_bytes"] for s in said) // RANKS, sum(s["peak_bytes"] for s in said) // RANKS
+        self.tensor_bytes = tuple(sum(s[key] for s in said) // RANKS for key in ("resident_bytes", "peak_bytes"))
 
     def losses(self) -> list[float]:
         """Run to the end; the losses of all steps, as rank 0 has them."""
@@ -155,11 +162,9 @@ class Arm:
         return self.hear()[0]["losses"]
 
 
-def take_turns(arms: Sequence[Arm], turns: int, steps: int, warmup: int) -> None:
-    """Every arm warms up, then each has ``turns`` turns of ``steps`` steps, one after the other, the order reversed
-    every time, so that a machine that slows down or speeds up favours none."""
-    for arm in arms:
-        arm.turn(warmup, keep=False)
+def take_turns(arms: Sequence[Arm], turns: int, steps: int) -> None:
+    """Each arm has ``turns`` turns of ``steps`` steps, one after the other, the order reversed every time, so that a
+    machine that slows down or speeds up favours none."""
     for turn in range(turns):
         for arm in arms if turn % 2 == 0 else reversed(arms):
             arm.turn(steps)
@@ -178,6 +183,7 @@ def costs(arm: Arm) -> dict[str, Any]:
         "cpu_ms_per_step": round(1000 * statistics.median(b.cpu for b in arm.blocks), 2),
         "wall_ms_per_step": round(1000 * statistics.median(b.wall for b in arm.blocks), 2),
         "peak_rss_bytes": arm.peak_rss,
+        "tensor_bytes": {"between_steps": arm.tensor_bytes[0], "peak": arm.tensor_bytes[1]},
     }
 
 
@@ -189,9 +195,32 @@ def wall_ratio(ours: Arm, theirs: Arm) -> Ratio:
     return Ratio.of([b.wall for b in ours.blocks], [b.wall for b in theirs.blocks])
 
 
+def memory_ratios(ours: Arm, theirs: Arm) -> dict[str, float]:
+    """Peak resident size, and bytes of tensors between steps and at most; after :meth:`Arm.memory`."""
+    pairs = zip(ours.tensor_bytes, theirs.tensor_bytes, strict=True)
+    between, peak = (mine / other for mine, other in pairs)
+    rss = statistics.mean(ours.peak_rss) / statistics.mean(theirs.peak_rss)
+    return {"peak_rss": rss, "tensors_between_steps": between, "tensors_peak": peak}
+
+
+def row(*cells: object) -> str:
+    """A line of a markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*names: str) -> str:
+    """The first two lines of one."""
+    return row(*names) + "\n" + row(*("---" for _ in names))
+
+
 def greatest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Of the losses, relative, over the steps that both have."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the program as an exception does: processes and folders go with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 
 def machine() -> dict[str, Any]:
@@ -215,8 +244,9 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def write(out: Path, stem: str, result: Mapping[str, Any], table: str) -> None:
+def write(out: Path, stem: str, result: Mapping[str, Any], title: str, table: str, facts: Mapping[str, Any]) -> None:
     """``OUT/STEM.json`` and ``OUT/STEM.md``."""
+    where = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / f"{stem}.md").write_text(table + "\n")
+    (out / f"{stem}.md").write_text(f"{title}\n\n{table}\n\n{where}\n")

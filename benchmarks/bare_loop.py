@@ -179,14 +179,17 @@ def build_optimizer(case: dict[str, Any], model: nn.Module) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=case["lr"], betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def set_rate(case: dict[str, Any], optimizer: Any, step: int) -> None:
-    """Linear warm-up, then a cosine to a tenth."""
+def rate(case: dict[str, Any], step: int) -> float:
+    """Learning rate: linear warm-up, then a cosine to a tenth."""
     warmup, steps = case["warmup_steps"], case["steps"]
-    rate = (step + 1) / warmup
-    if step >= warmup:
-        rate = 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - 1 - warmup)))
+    if step < warmup:
+        return case["lr"] * (step + 1) / warmup
+    return case["lr"] * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - 1 - warmup))))
+
+
+def set_rate(case: dict[str, Any], optimizer: Any, step: int) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = case["lr"] * rate
+        group["lr"] = rate(case, step)
 
 
 class Log:

@@ -7,20 +7,25 @@ gloo, with FSDP2 (ZeRO 3), fused AdamW and clipping. They take turns; see README
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from arms import (
     HERE,
     Arm,
-    cpu_ratio,
     costs,
+    cpu_ratio,
+    end_on_sigterm,
     greatest_difference,
+    head,
     machine,
+    memory_ratios,
+    row,
     take_turns,
     total_steps,
     wall_ratio,
@@ -42,8 +47,11 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         Arm("trainer", "ours.py", case, sys.executable) as ours,
         Arm("bare", "bare_loop.py", case, sys.executable) as bare,
     ):
-        take_turns((ours, bare), options.turns, options.steps, options.warmup)
-        memory = {arm.name: arm.memory() for arm in (ours, bare)}
+        for arm in (ours, bare):
+            arm.turn(options.warmup, keep=False)
+        take_turns((ours, bare), options.turns, options.steps)
+        for arm in (ours, bare):
+            arm.memory()
         if options.profile:
             for arm in (ours, bare):
                 arm.tell(f"profile {options.profile_steps} {options.profile / f'{name}-{arm.name}'}")
@@ -52,45 +60,69 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     assert len(losses["bare"]) == steps, f"{len(losses['bare'])} losses of {steps} steps"
     difference = greatest_difference(losses["trainer"], losses["bare"])
     assert difference <= SAME, f"{name}: losses differ by {difference:.1e}, so this compares different things"
-    cpu, wall = cpu_ratio(ours, bare), wall_ratio(ours, bare)
-    rss = statistics.mean(ours.peak_rss) / statistics.mean(bare.peak_rss)
-    resident, peak = (memory["trainer"][i] / memory["bare"][i] for i in (0, 1))
+    memory = memory_ratios(ours, bare)
     return {
         "size": name,
         "steps": steps,
         "greatest_loss_difference": difference,
         "last_loss": losses["bare"][-1],
-        "cpu_ratio": {**vars(cpu), "target": TARGET, "verdict": cpu.verdict(TARGET)},
-        "wall_ratio": vars(wall),
-        "peak_rss_ratio": {"value": rss, "target": TARGET, "verdict": "PASS" if rss <= TARGET else "FAIL"},
-        "tensor_bytes_ratio": {"between_steps": resident, "peak": peak},
-        "tensor_bytes": {name: {"between_steps": m[0], "peak": m[1]} for name, m in memory.items()},
+        "cpu_ratio": cpu_ratio(ours, bare).judged(TARGET),
+        "wall_ratio": asdict(wall_ratio(ours, bare)),
+        "memory_ratios": {**memory, "target": TARGET, "verdict": _verdict(memory)},
         "trainer": costs(ours),
         "bare": costs(bare),
-        "row": f"| {name} | {cpu} | {cpu.verdict(TARGET)} | {wall} | {rss:.3f} | {'PASS' if rss <= TARGET else 'FAIL'} "
-        f"| {resident:.3f} | {peak:.3f} | {difference:.0e} | {1000 * statistics.median(b.cpu for b in bare.blocks):.1f} |",
+        "row": row(
+            name,
+            cpu_ratio(ours, bare),
+            cpu_ratio(ours, bare).verdict(TARGET),
+            wall_ratio(ours, bare),
+            *(f"{memory[key]:.3f}" for key in MEMORY),
+            _verdict(memory),
+            f"{difference:.0e}",
+            costs(bare)["cpu_ms_per_step"],
+        ),
     }
 
 
-HEAD = (
-    f"| size | CPU ratio [95 %] | target {TARGET} | wall ratio | peak RSS ratio | target {TARGET} | tensors between "
-    "steps | tensors at peak | losses differ by | bare loop, CPU ms/step |\n|" + " --- |" * 10
+def _verdict(memory: Mapping[str, float]) -> str:
+    return "PASS" if max(memory[key] for key in MEMORY) <= TARGET else "FAIL"
+
+
+MEMORY = ("peak_rss", "tensors_between_steps", "tensors_peak")
+HEAD = head(
+    "size",
+    "CPU ratio [95 %]",
+    f"target {TARGET}",
+    "wall ratio [95 %]",
+    "peak RSS ratio",
+    "tensors between steps, ratio",
+    "tensors at peak, ratio",
+    f"target {TARGET}",
+    "losses differ by",
+    "bare loop, CPU ms/step",
 )
 
 
 def main() -> None:
+    end_on_sigterm()
     options = _options()
     began = time.monotonic()
     facts = machine()
+    sizes: list[dict[str, Any]] = []
+    lines = [HEAD]
+    print(HEAD)
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        sizes = [measure(name, Path(folder), options) for name in options.sizes.split(",")]
-    table = "\n".join((HEAD, *(size.pop("row") for size in sizes)))
-    print(table)
+        for name in options.sizes.split(","):
+            sizes.append(measure(name, Path(folder), options))
+            lines.append(sizes[-1].pop("row"))
+            print(lines[-1], flush=True)
+    table = "\n".join(lines)
     print(f"{time.monotonic() - began:.0f} s; load before: {facts['load_average_1_min_before']}")
     if options.out:
         date = time.strftime("%Y-%m-%d")
-        title = f"Trainer over a loop by hand, {date}; {options.turns} turns of {options.steps} steps each\n\n"
-        write(options.out, f"overhead-{date}", {"date": date, "machine": facts, "sizes": sizes}, title + table)
+        title = f"Trainer over a loop by hand, {date}; {options.turns} turns of {options.steps} steps each"
+        result = {"date": date, "machine": facts, "sizes": sizes}
+        write(options.out, f"overhead-{date}", result, title, table, facts)
 
 
 def _options() -> argparse.Namespace:
