@@ -29,6 +29,8 @@ class Block:
 
     cpu: float
     wall: float
+    cpu_steps: tuple[float, ...]
+    """Processor seconds of each step, of all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class Arm:
         self.tell(f"run {steps}")
         said = self.hear()
         if keep:
-            self.blocks.append(Block(sum(s["cpu"] for s in said) / steps, max(s["wall"] for s in said) / steps))
+            cpu, wall = sum(s["cpu"] for s in said) / steps, max(s["wall"] for s in said) / steps
+            each = tuple(map(sum, zip(*(s["cpu_steps"] for s in said), strict=True)))
+            self.blocks.append(Block(cpu, wall, each))
             self.peak_rss = [s["peak_rss"] for s in said]
 
     def memory(self) -> None:
@@ -179,7 +183,8 @@ def total_steps(turns: int, steps: int, warmup: int, profile: int = 0) -> int:
 def costs(arm: Arm) -> dict[str, Any]:
     """Everything that is kept of an arm."""
     return {
-        "blocks": [asdict(block) for block in arm.blocks],
+        "blocks": [{"cpu": round(block.cpu, 6), "wall": round(block.wall, 6)} for block in arm.blocks],
+        "cpu_ms_per_quiet_step": round(1000 * quiet(arm), 2),
         "cpu_ms_per_step": round(1000 * statistics.median(b.cpu for b in arm.blocks), 2),
         "wall_ms_per_step": round(1000 * statistics.median(b.wall for b in arm.blocks), 2),
         "peak_rss_bytes": arm.peak_rss,
@@ -189,6 +194,16 @@ def costs(arm: Arm) -> dict[str, Any]:
 
 def cpu_ratio(ours: Arm, theirs: Arm) -> Ratio:
     return Ratio.of([b.cpu for b in ours.blocks], [b.cpu for b in theirs.blocks])
+
+
+def quiet(arm: Arm) -> float:
+    """Processor seconds per step as if nothing had disturbed: for each step of a turn the least over all turns."""
+    return statistics.mean(map(min, zip(*(block.cpu_steps for block in arm.blocks), strict=True)))
+
+
+def quiet_ratio(ours: Arm, theirs: Arm) -> float:
+    """Of :func:`quiet`. On a busy machine, where turns scatter widely, it says more than the median; no interval."""
+    return quiet(ours) / quiet(theirs)
 
 
 def wall_ratio(ours: Arm, theirs: Arm) -> Ratio:

@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +36,11 @@ class Gate:
         self._measure: _Cost | _Memory | _Profile | None = None
 
     def __call__(self, step: int) -> None:
-        if self._read is None or step < self._until:
+        if self._read is None:
+            return
+        if step < self._until:
+            if isinstance(self._measure, _Cost):
+                self._measure.step()
             return
         if self._measure is not None:
             self._say(self._measure.stop())
@@ -56,13 +61,19 @@ class Gate:
 
 class _Cost:
     def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._wall = time.perf_counter()
+        self._marks = [time.process_time()]
+
+    def step(self) -> None:
+        self._marks.append(time.process_time())
 
     def stop(self) -> dict[str, Any]:
         wall = time.perf_counter() - self._wall
         time.sleep(SETTLE_S)
+        self.step()
+        steps = [after - before for before, after in pairwise(self._marks)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-        return {"cpu": time.process_time() - self._cpu, "wall": wall, "peak_rss": peak}
+        return {"cpu": sum(steps), "cpu_steps": steps, "wall": wall, "peak_rss": peak}
 
 
 class _Memory:

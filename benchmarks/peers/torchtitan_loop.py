@@ -28,7 +28,7 @@ from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.protocols.model import BaseModelArgs, ModelProtocol  # noqa: E402
+from torchtitan.protocols.model import BaseModelArgs  # noqa: E402
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
@@ -48,9 +48,9 @@ class Args(BaseModelArgs):
         return parameters, 6 * parameters
 
 
-class Model(Llama, ModelProtocol):
+class Model(Llama):
     def __init__(self, args):
-        Llama.__init__(self, **case["model"])
+        super().__init__(**case["model"])
 
     def init_weights(self, buffer_device=None):
         """Each rank's rows of the initial values."""
