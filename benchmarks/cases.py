@@ -57,7 +57,7 @@ def make_case(folder: Path, size: Size, steps: int, **settings: Any) -> dict[str
     store = TokenStore(folder / "store")
     np.save(folder / "tokens.npy", store.window(0, store.tokens).astype(np.uint16))
     np.save(folder / "order.npy", _order(store, size, steps))
-    decoder = Decoder(ModelConfig(**size.model))
+    decoder = Decoder(ModelConfig.model_validate(size.model))
     decoder.reset_parameters(SEED)
     torch.save(decoder.state_dict(), folder / "state.pt")
     case: dict[str, Any] = {

@@ -1,5 +1,8 @@
 """The benchmarks compare equal things: their figures are for people, and never asserted."""
 
+# pyright: reportMissingImports=false
+# (the folder of the benchmarks is put on the path below)
+
 import argparse
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """torchtitan's own Trainer on FSDP2. It supports accelerators only: the first lines let it run on a CPU."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import contextlib
 import sys
 from dataclasses import dataclass
