@@ -1,0 +1,50 @@
+"""The benchmarks compare equal things: their figures are for people, and never asserted."""
+
+# pyright: reportMissingImports=false
+# (the folder of the benchmarks is put on the path below)
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def arms(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import arms
+
+    return arms
+
+
+def test_trainer_and_loop_by_hand_train_the_same(arms, tmp_path):
+    import overhead
+
+    options = argparse.Namespace(turns=1, steps=3, warmup=2, profile=None, profile_steps=0)
+    result = overhead.measure("tiny", tmp_path, options)  # raises where a loss of the two differs
+    assert result["steps"] == 7
+    assert result["last_loss"] > 0
+    assert result["trainer"]["tensor_bytes"]["peak"] > result["trainer"]["tensor_bytes"]["between_steps"] > 0
+
+
+def test_interval_is_that_of_order_statistics(arms):
+    ones = [1.0] * 12
+    ratio = arms.Ratio.of([float(i) for i in range(1, 13)], ones)
+    # 12 pairs: P(fewer than 3 of 12 on one side) = (1 + 12 + 66) / 4096 = 0.019, twice that is below 0.05
+    assert (ratio.median, ratio.low, ratio.high) == (6.5, 3.0, 10.0)
+    assert [ratio.verdict(target) for target in (10.0, 9.0, 3.0, 2.9)] == ["PASS", *["within the spread"] * 2, "FAIL"]
+    few = arms.Ratio.of([3.0, 1.0, 2.0], [1.0] * 3)
+    assert (few.median, few.low, few.high) == (2.0, 1.0, 3.0)
+
+
+def test_a_loop_that_dies_says_why(arms, tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("raise SystemExit('out of luck')")
+    with (
+        arms.Arm("dies", str(script), {"folder": str(tmp_path)}, sys.executable) as arm,
+        pytest.raises(arms.ArmFailed, match="out of luck"),
+    ):
+        arm.turn(1)
