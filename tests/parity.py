@@ -308,7 +308,7 @@ def permuted_runs(ctx: Rank, folder: Path, store: Path) -> list[Run]:
 
 
 def _decoder() -> Decoder:
-    model = Decoder(ModelConfig(**MODEL))
+    model = Decoder(ModelConfig.model_validate(MODEL))
     model.reset_parameters(cli.recipe(Path(), Path())["train"]["seed"])
     return model
 
