@@ -106,11 +106,11 @@ def test_two_at_a_time_build_once(tmp_path: Path, compiler: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "wait").touch()
     first = build_here(cache, compiler)
-    cli.wait_for(lambda: calls(compiler) > 0, 60, "a build")
+    cli.wait_for(lambda: calls(compiler) > 0, 120, "a build")
     second = build_here(cache, compiler)
     assert list(cache.rglob("*.so")) == []
     (tmp_path / "wait").unlink()
-    outs = [process.communicate(timeout=60) for process in (first, second)]
+    outs = [process.communicate(timeout=120) for process in (first, second)]
     assert outs[0][0] == outs[1][0] != "", outs
     assert calls(compiler) == len(build.UNITS) + 1  # each unit, and the linker
 
@@ -119,12 +119,12 @@ def test_a_killed_build_is_done_again(tmp_path: Path, compiler: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "wait").touch()
     killed = build_here(cache, compiler)
-    cli.wait_for(lambda: calls(compiler) > 0, 60, "a build")
+    cli.wait_for(lambda: calls(compiler) > 0, 120, "a build")
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     assert len(list(cache.rglob(f"{build.SCRATCH}*"))) == 1
     (tmp_path / "wait").unlink()
-    out, errors = build_here(cache, compiler).communicate(timeout=60)
+    out, errors = build_here(cache, compiler).communicate(timeout=120)
     assert Path(out.strip()).read_text() == "library\n", errors
     assert list(cache.rglob(f"{build.SCRATCH}*")) == []
 

@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 
 // ---- attention: the CPU's flash kernel, so that losses are those of a CPU run bit for bit
 
-constexpr int64_t kMath = int64_t(sdp::SDPBackend::math);
-constexpr int64_t kOverrideable = int64_t(sdp::SDPBackend::overrideable);
+constexpr int64_t kMath = int64_t(at::SDPBackend::math);
+constexpr int64_t kOverrideable = int64_t(at::SDPBackend::overrideable);
 
 int64_t choose_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout, bool,
