@@ -46,7 +46,7 @@ def train_all(
     folder: Path,
     store: Path,
     runs: Mapping[str, Sections],
-    common: Mapping[str, Mapping[str, Any]] | None = None,
+    common: Sections | None = None,
     resume: Mapping[str, str] | None = None,
 ) -> None:
     """One rank of several runs, one after the other in the same processes, each in ``folder`` under its name.

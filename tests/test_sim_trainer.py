@@ -76,13 +76,17 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in names if name in line} for line in cli.lines_of(output) if "loss" in line]
 
 
+def last_checkpoint(output: Path) -> Path:
+    return output / "checkpoints" / f"step_{STEPS}"
+
+
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_the_cpu(key: str, name: str, fitted: Fitted) -> None:
     ours, host = (fitted(backend) / name for backend in (BACKENDS[key].name, "cpu"))
     assert lines_of(ours) == lines_of(host)
     assert {line["step"] for line in lines_of(ours)} >= set(range(STEPS // 2 + 1, STEPS + 1))
-    same_bits(*(output / "checkpoints" / f"step_{STEPS}" for output in (ours, host)), random_state=False)
+    same_bits(last_checkpoint(ours), last_checkpoint(host), random_state=False)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -95,7 +99,7 @@ def test_evaluation_was_compared(key: str, fitted: Fitted) -> None:
 def test_resume_is_bitwise(key: str, fitted: Fitted) -> None:
     """Random state of the device included, which no other device has."""
     runs = fitted(BACKENDS[key].name)
-    same_bits(*(runs / name / "checkpoints" / f"step_{STEPS}" for name in ("resumed", "ZeRO 3")))
+    same_bits(last_checkpoint(runs / "resumed"), last_checkpoint(runs / "ZeRO 3"))
 
 
 def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path) -> None:
