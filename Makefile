@@ -22,9 +22,9 @@ types:
 tests:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*'
 
-# The simulated accelerator: needs g++ as well, and builds for some minutes the first time on a machine.
+# The simulated accelerator: needs g++ and Python.h as well, and compiles for a minute or two the first time on a machine.
 test-sim: install
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim.py tests/test_sim_distributed.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim*.py
 
 install: .venv/installed
 

@@ -97,7 +97,11 @@ def write_recipe(path: Path, store: Path, /, **sections: dict[str, Any]) -> Path
     return path
 
 
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    """All lines of a run's metrics, events included."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps_of(output: Path) -> dict[int, dict[str, Any]]:
     """Step lines of a run's metrics by step."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if "event" not in line}
+    return {line["step"]: line for line in lines_of(output) if "event" not in line}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,53 +9,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from accelbridge import Trainer
-from accelbridge.checkpoint.load import load
 from accelbridge.checkpoint.manifest import complete
 from tests import cli
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
+from tests.scenes import FOUR, ONE, TWO, Steps, same_bits, sigterm_saves, train_all
 
-Sections = dict[str, dict[str, Any]]
-Steps = dict[int, dict[str, Any]]
-
-ONE: dict[str, Sections] = {"reference": {}}
-TWO: dict[str, Sections] = {
-    "replicate 2": {"parallel": {"dp_replicate": 2}},
-    "ZeRO 1": {"parallel": {"zero": 1}},
-    "ZeRO 2": {"parallel": {"zero": 2}},
-    "ZeRO 3": {"parallel": {"zero": 3}},
-    "ZeRO 1, accumulating": {"parallel": {"zero": 1}, "train": {"microbatch_size": 1}},
-    "ZeRO 2, accumulating": {"parallel": {"zero": 2}, "train": {"microbatch_size": 1}},
-    "ZeRO 3, accumulating": {"parallel": {"zero": 3}, "train": {"microbatch_size": 1}},
-    "collectives checked": {"parallel": {"check_collectives": True}},
-    "bfloat16": {"precision": {"compute": "bf16"}},
-}
-FOUR: dict[str, Sections] = {"hybrid 2x2": {"parallel": {"dp_replicate": 2, "dp_shard": 2}}}
 FLOAT32 = [name for name in (*TWO, *FOUR) if name != "bfloat16"]
 TOLERANCE = 1e-5
 """Relative, over 20 float32 steps: layouts differ only in the order of sums."""
-
-
-def train_all(ctx: Rank, folder: Path, store: Path, runs: dict[str, Sections]) -> None:
-    """One rank of several runs, one after the other in the same processes."""
-    os.environ |= {
-        "RANK": str(ctx.rank),
-        "LOCAL_RANK": str(ctx.rank),
-        "WORLD_SIZE": str(ctx.size),
-        "LOCAL_WORLD_SIZE": str(ctx.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ctx.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
-    for name, sections in runs.items():
-        os.environ["TORCHELASTIC_RUN_ID"] = name
-        Trainer(cli.recipe(folder / name, store, **sections)).fit()
 
 
 def train(path: Path, store: Path, nproc: int = 1, **sections: Any) -> Steps:
@@ -74,26 +34,6 @@ def close(ours: Steps, theirs: Steps, tolerance: float = TOLERANCE) -> None:
     for step, line in ours.items():
         for value in ("loss", "grad_norm"):
             assert line[value] == pytest.approx(theirs[step][value], rel=tolerance), f"step {step} {value}"
-
-
-def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole."""
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(checkpoint, state, None)
-    return state
-
-
-def same_bits(ours: Path, theirs: Path) -> None:
-    a, b = tensors(ours), tensors(theirs)
-    assert a.keys() == b.keys()
-    assert any(name.startswith("optimizer.") for name in a)
-    assert any(name.startswith("rng.") for name in a)
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 @pytest.fixture(scope="module")
@@ -163,16 +103,7 @@ def test_resume_on_another_layout(tmp_path: Path, store: Path, runs: dict[str, S
 
 
 def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path) -> None:
-    recipe = cli.write_recipe(tmp_path / "long.yaml", store, train={"steps": 5000}, metrics={"interval": 2})
-    output = tmp_path / "run-long"
-    running = cli.start("train", str(recipe), "--nproc", "2")
-    cli.wait_for(lambda: (output / "metrics.jsonl").exists() and len(cli.steps_of(output)) > 4, 60, "a few steps")
-    running.send_signal(signal.SIGTERM)
-    out, _ = running.communicate(timeout=60)
-    assert running.returncode == 75, out
-    assert "SIGTERM: checkpoint at step" in out
-    (saved,) = complete(output / "checkpoints")
-    assert saved.name == f"step_{max(cli.steps_of(output))}"
+    sigterm_saves(tmp_path, store)
 
 
 def test_ranks_leave_with_a_killed_launcher_and_others_wait_for_them(tmp_path: Path, store: Path) -> None:

@@ -1,7 +1,8 @@
 """The simulated device as an accelbridge backend; everything that it claims is labelled "simulated".
 
 ``site`` writes the metadata of a distribution that provides it, which is how any backend is found: with that
-folder on the import path, ``backend.name: sim-hpu`` and ``sim-acme`` work like a vendor's.
+folder on the import path, ``backend.name: sim-hpu`` and ``sim-acme`` work like a vendor's. Like a vendor's, it can
+be probed, in a process of its own, without importing torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from accelbridge.backend import (
     Backend,
     Capabilities,
@@ -23,13 +22,10 @@ from accelbridge.backend import (
     DeviceInfo,
     Probe,
     Support,
-    World,
     unsupported,
 )
 from accelbridge.hookspecs import ENTRY_POINT_GROUP, hookimpl
-from accelbridge.portable.collectives import TorchCollectives
-from accelbridge.portable.device import TorchDevice
-from tests.sim.device import DEVICES, HPU, LIBRARY, RENAMED, install
+from tests.sim.names import DEVICES, HPU, LIBRARY, RENAMED
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 OPS = (
@@ -49,23 +45,6 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 CAPACITY = 8 << 30
 
 
-class SimDevice(TorchDevice):
-    """Binding installs the device; before that, nothing of it exists in this process."""
-
-    def count(self) -> int:
-        return DEVICES
-
-    def bind(self, world: World) -> torch.device:
-        install(self.type)
-        return super().bind(world)
-
-
-class SimCollectives(TorchCollectives):
-    """The collective library, by name."""
-
-    library = LIBRARY
-
-
 class SimBackend(Backend):
     """What both keys share. A backend has one device type, so each key is a class of its own."""
 
@@ -83,10 +62,14 @@ class SimBackend(Backend):
 
     @cached_property
     def device(self) -> Device:
+        from tests.sim.parts import SimDevice
+
         return SimDevice(self.device_type)
 
     @cached_property
     def collectives(self) -> Collectives:
+        from tests.sim.parts import SimCollectives
+
         return SimCollectives(self.process_group)
 
 

@@ -4,6 +4,8 @@ The result lies in a cache folder of the user (``ACCELBRIDGE_SIM_CACHE``, else `
 ``~/.cache``). A lock lets the processes of a test run share one build; a build appears whole or not at all.
 ``torch.utils.cpp_extension`` says what to compile against, but does not do it: its own build needs ninja, which
 is no dependency of ours.
+
+``python -m tests.sim.build`` says why this machine cannot build, and nothing where it can.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ from torch.utils import cpp_extension
 SOURCES = Path(__file__).parent / "csrc"
 MODULE = "accelbridge_sim"
 CACHE_ENVIRONMENT = "ACCELBRIDGE_SIM_CACHE"
-COMPILE_SECONDS = 600
+COMPILE_SECONDS = 1200
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={MODULE}")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+UNITS = (
+    ("autocast", "group", "c10d_kernels", "module"),
+    ("fallback", "math_kernels", "tensor_kernels", "device", "alias"),
+    ("memory", "runtime"),
+)
+"""Sources that are compiled together, slowest first. Parsing torch's headers is nearly all of a build, so those that
+include the same ones share it; only the first unit needs the heaviest, ``ATen/ATen.h``."""
+SCRATCH = "build-"
 
 
 class CannotBuild(RuntimeError):
-    """There is nothing to compile with, or the compiler refused; the message says what to do."""
+    """There is nothing to compile with or nowhere to write, or the compiler refused; the message says what to do."""
 
 
 def library() -> Path:
@@ -41,11 +51,25 @@ def library() -> Path:
     built = folder / f"{MODULE}{EXTENSION_SUFFIXES[0]}"
     if built.exists():
         return built
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not built.exists():
-            _build(built)
+    if reason := obstacle():
+        raise CannotBuild(reason)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            if not built.exists():
+                _build(built)
+    except OSError as e:
+        raise CannotBuild(f"cannot build in {folder}: {e}; set {CACHE_ENVIRONMENT} to a folder to write to") from e
     return built
+
+
+def obstacle() -> str:
+    """Why this machine cannot compile the device, and what to do about it; "" where it can."""
+    if shutil.which(_compiler()) is None:
+        return f"the simulated device needs a C++ compiler; found no {_compiler()!r}; install g++ or set CXX"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the simulated device needs Python.h; found none; install Python's development files"
+    return ""
 
 
 def cache_folder() -> Path:
@@ -57,7 +81,7 @@ def cache_folder() -> Path:
 
 def key() -> str:
     """Names a build: torch is tied to its exact version, Python to its own, and all of it to the sources."""
-    digest = hashlib.sha256(repr(FLAGS).encode())
+    digest = hashlib.sha256(repr((FLAGS, UNITS)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -65,33 +89,34 @@ def key() -> str:
 
 
 def _build(target: Path) -> None:
-    compiler = _compiler()
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        flags = [*FLAGS, *_includes(), f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-        header = Path(scratch) / "common.h"
-        header.write_text((SOURCES / "common.h").read_text())
-        _run([compiler, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
-        flags += ["-include", str(header)]  # the compiled one is found beside it
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(sources))) as pool:
-            pairs = zip(sources, objects, strict=True)
-            list(pool.map(lambda pair: _run([compiler, *flags, "-c", str(pair[0]), "-o", str(pair[1])]), pairs))
+    """Called with the lock held, so what other builds left behind is nobody's: they were killed."""
+    for abandoned in target.parent.glob(f"{SCRATCH}*"):
+        shutil.rmtree(abandoned)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as scratch:
+        objects = [Path(scratch) / f"{unit[0]}.o" for unit in UNITS]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(UNITS))) as pool:
+            list(pool.map(_compile, UNITS, objects))
         linked = Path(scratch) / target.name
         paths = [f"-L{path}" for path in cpp_extension.library_paths()]
         libraries = [f"-l{name}" for name in LIBRARIES]
-        _run([compiler, "-shared", *map(str, objects), *paths, *libraries, "-o", str(linked)])
+        _run([_compiler(), "-shared", *map(str, objects), *paths, *libraries, "-o", str(linked)])
         os.replace(linked, target)
 
 
+def _compile(unit: tuple[str, ...], to: Path) -> None:
+    together = "".join(f'#include "{name}.cpp"\n' for name in unit)
+    flags = [
+        *FLAGS,
+        "-iquote",
+        str(SOURCES),
+        *_includes(),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    _run([_compiler(), *flags, "-x", "c++", "-c", "-", "-o", str(to)], together)
+
+
 def _compiler() -> str:
-    asked = os.environ.get("CXX", "g++")
-    found = shutil.which(asked)
-    if found is None:
-        raise CannotBuild(f"the simulated device needs a C++ compiler; found no {asked!r}; install g++ or set CXX")
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        raise CannotBuild("the simulated device needs Python.h; found none; install Python's development files")
-    return found
+    return os.environ.get("CXX", "g++")
 
 
 def _includes() -> list[str]:
@@ -100,7 +125,16 @@ def _includes() -> list[str]:
     return [part for path in paths for part in ("-isystem", path)]
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+def _run(command: list[str], source: str = "") -> None:
+    try:
+        done = subprocess.run(
+            command, input=source, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise CannotBuild(f"{' '.join(command)}\ntook more than {COMPILE_SECONDS} s") from e
     if done.returncode != 0:
         raise CannotBuild(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    print(obstacle(), end="")

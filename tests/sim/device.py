@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.sim import build
-
-HPU = "hpu"
-"""torch's own HPU key: no generated methods, no seeding by torch.manual_seed, no c10d kernels in stock torch."""
-RENAMED = "acme"
-"""PrivateUse1 under a name of its own, as out-of-tree vendors have it."""
-LIBRARY = "simccl"
-"""The collective library's name in torch.distributed."""
-DEVICES = 2
+from tests.sim.names import DEVICES, HPU, LIBRARY
 
 _installed: Sim | None = None
 

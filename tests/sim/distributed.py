@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import Rank
-from tests.sim.device import LIBRARY, Sim, install
+from tests.sim.device import Sim, install
 from tests.sim.model import Model, Run
+from tests.sim.names import LIBRARY
 from tests.sim.probes import same
 
 LIMIT = timedelta(seconds=60)
@@ -62,11 +65,14 @@ class Pair:
 
         return wrap
 
-    def folder(self) -> str:
-        """The same temporary folder on both."""
-        found: list[Any] = [tempfile.mkdtemp(prefix="accelbridge-sim-")]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """The same temporary folder on both, gone when both are done with it."""
+        with tempfile.TemporaryDirectory(prefix="accelbridge-sim-") as ours:
+            found: list[Any] = [ours]
+            dist.broadcast_object_list(found, src=0)
+            yield found[0]
+            dist.barrier(group=self.host_group)
 
 
 Probe = Callable[[Pair], None]
@@ -177,15 +183,32 @@ def a_missing_wait_reads_nan(pair: Pair) -> None:
     assert x.isnan().all()
     work.wait()
     assert x.tolist() == [2] * 4
+    count = torch.ones(4, dtype=torch.long, device=pair.device)
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    assert count.tolist() == [-1] * 4  # integers have no NaN
+    work.wait()
+    assert count.tolist() == [2] * 4
 
 
 @probe
 def a_device_sync_finishes_collectives(pair: Pair) -> None:
     x = pair.full(1, 4)
-    work = dist.all_reduce(x, async_op=True)
+    dist.all_reduce(x, async_op=True)  # the handle is dropped, and the collective goes on
+    assert x.isnan().all()
     pair.sim.module.synchronize()
     assert x.tolist() == [2] * 4
-    del work
+
+
+@probe
+def what_is_seen_complete_may_be_read(pair: Pair) -> None:
+    x = pair.full(1, 4)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    deadline = time.monotonic() + LIMIT.total_seconds()
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+    assert x.tolist() == [2] * 4
 
 
 @probe
@@ -294,14 +317,15 @@ def random_dtensors_differ_by_shard(pair: Pair) -> None:
 def sharded_checkpoint(pair: Pair) -> None:
     import torch.distributed.checkpoint as dcp
 
-    shard, folder = pair.shard(pair.sim.name), pair.folder()
+    shard = pair.shard(pair.sim.name)
     run = pair.run(shard, steps=1)
     run.losses()
-    dcp.save(run.model.state_dict(), checkpoint_id=folder)
-    other = shard(Model().to(pair.device))
-    dcp.load(other.state_dict(), checkpoint_id=folder)
-    saving: Any = dcp.async_save(run.model.state_dict(), checkpoint_id=f"{folder}/async", process_group=pair.host_group)
-    saving.result()
+    state, other = run.model.state_dict(), shard(Model().to(pair.device))
+    with pair.folder() as folder:
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(other.state_dict(), checkpoint_id=folder)
+        saving: Any = dcp.async_save(state, checkpoint_id=f"{folder}/async", process_group=pair.host_group)
+        saving.result()
     for p, q in zip(other.parameters(), run.model.parameters(), strict=True):
         assert isinstance(p, DTensor)
         assert isinstance(q, DTensor)

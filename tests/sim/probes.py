@@ -16,6 +16,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.sim.device import HPU, RENAMED, Sim, install
+from tests.sim.device import Sim, install
 from tests.sim.model import Model, Run, adamw
+from tests.sim.names import DEVICES, HPU, RENAMED
 
 MODULE_API = (
     *("Event", "Stream", "StreamContext", "stream", "current_stream", "default_stream", "set_stream"),
@@ -120,6 +122,9 @@ def mixing_devices_is_refused(sim: Sim) -> None:
         lambda: torch._foreach_add([ours], [host]),
         lambda: F.cross_entropy(square, torch.zeros(3, dtype=torch.long)),
         lambda: F.scaled_dot_product_attention(one.to(sim.name), one, one),
+        lambda: torch.ops.aten.convolution_overrideable(
+            one.to(sim.name), one, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        ),
         lambda: ours.numpy(),
         lambda: host[torch.zeros(1, dtype=torch.long, device=sim.name)],
     ):
@@ -156,6 +161,26 @@ def complex_numbers_and_lazy_conjugates(sim: Sim) -> None:
     pair = torch.complex(torch.ones(2), torch.full((2,), 3.0))
     same(pair.to(sim.name).conj().cpu().resolve_conj(), pair.conj().resolve_conj())
     same(torch._neg_view(pair.to(sim.name)).clone(), torch._neg_view(pair).clone())
+
+
+@probe
+def views_of_lazy_conjugates(sim: Sim) -> None:
+    z = torch.view_as_complex(torch.randn(2, 3, 2))
+    for view in (
+        lambda z: z.conj().imag,
+        lambda z: z.conj().real,
+        lambda z: z.conj()[1].imag + 0,
+        lambda z: z.conj().t().resolve_conj(),
+        lambda z: torch._neg_view(z)[:, 1:].resolve_neg(),
+        lambda z: torch._neg_view(z.conj()).reshape(-1) * 2,
+        lambda z: torch.stack(z.conj().unbind(1)),
+    ):
+        same_on_both(sim, view, z)
+    ours = z.to(sim.name)
+    assert ours.conj()[0].is_conj()
+    assert ours.conj().imag.is_neg()
+    ours.conj().imag.fill_(4)
+    same(ours.imag, torch.full((2, 3), -4.0))
 
 
 @probe
@@ -206,6 +231,10 @@ def storage_resizes(sim: Sim) -> None:
     assert before - sim.module.memory_allocated() >= 256
     storage.resize_(256)
     same(tensor.fill_(3), torch.full((64,), 3.0))
+    storage.resize_(512)
+    same(tensor, torch.full((64,), 3.0))
+    tensor.resize_(2, 3, 4, 5, memory_format=torch.channels_last)
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 @probe
@@ -357,6 +386,34 @@ def an_event_orders_what_came_before_it(sim: Sim) -> None:
 
 
 @probe
+def a_queued_copy_goes_where_it_was_sent(sim: Sim) -> None:
+    parameter, other = nn.Parameter(torch.zeros(16, device=sim.name)), torch.zeros(16, device=sim.name)
+    first = parameter.detach()
+    with torch.no_grad():
+        parameter.copy_(torch.ones(16).pin_memory(), non_blocking=True)
+    parameter.data = other
+    sim.module.synchronize()
+    same(first, torch.ones(16))
+    same(other, torch.zeros(16))
+    first.copy_(torch.full((16,), 2.0).pin_memory(), non_blocking=True)
+    first.untyped_storage().resize_(0)  # the copy is not to be done to memory that was given back
+    assert sim.native.pending(0) == 0
+
+
+@probe
+def threads_wait_for_each_others_copies(sim: Sim) -> None:
+    """Sixteen threads at once each need what was queued, whichever of them does the copies."""
+    with ThreadPoolExecutor(16) as pool:
+        for value in range(1, 6):
+            ours = [
+                torch.full((1 << 16,), float(value)).pin_memory().to(sim.name, non_blocking=True) for _ in range(16)
+            ]
+            assert sim.native.pending(0) == 16
+            sums = list(pool.map(lambda tensor: tensor.sum().item(), reversed(ours)))
+            assert sums == [value * float(1 << 16)] * 16
+
+
+@probe
 def several_devices(sim: Sim) -> None:
     ours = torch.ones(2, device=sim.device(1))
     assert ours.device.index == 1
@@ -377,7 +434,7 @@ def accelerator_api(sim: Sim) -> None:
     assert found is not None
     assert found.type == sim.name
     assert accelerator.is_available()
-    assert accelerator.device_count() == 2
+    assert accelerator.device_count() == DEVICES
     accelerator.set_device_index(0)
     accelerator.synchronize()
     accelerator.empty_cache()
@@ -667,17 +724,21 @@ def an_op_fails_once(sim: Sim) -> None:
         with pytest.raises(RuntimeError, match="injected: bad product"):
             torch.mm(square, square)
         torch.mm(square, square)
+    with pytest.raises(ValueError, match="would never come"):
+        sim.native.set_fault("aten::mm", 0, "", False)
 
 
 @probe
 def a_device_is_lost(sim: Sim) -> None:
-    square = torch.ones(2, 2, device=sim.name)
+    square, event = torch.ones(2, 2, device=sim.name), sim.module.Event()
+    event.record()
     with sim.fault("aten::mm", message="injected: lost", sticky=True):
         for dead in (
             lambda: square @ square,
             lambda: square + 1,
             lambda: torch.empty(5, device=sim.name),
             lambda: sim.module.synchronize(),
+            event.synchronize,
         ):
             with pytest.raises(RuntimeError, match="injected: lost"):
                 dead()

@@ -18,10 +18,16 @@ void set_geometry(c10::TensorImpl* to, const at::Tensor& like) {
   to->set_storage_offset(like.storage_offset());
 }
 
-at::Tensor device_tensor(c10::Storage storage, const at::Tensor& like) {
-  const c10::DispatchKeySet keys(target().key);
+// A tensor that sees in `storage` what `like` sees in its own, lazy conjugation and negation included.
+at::Tensor seen_alike(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  const c10::DispatchKeySet keys(key);
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
-  set_geometry(made.unsafeGetTensorImpl(), like);
+  auto* impl = made.unsafeGetTensorImpl();
+  set_geometry(impl, like);
+  if (like.is_conj())
+    impl->_set_conj(true);
+  if (like.is_neg())
+    impl->_set_neg(true);
   return made;
 }
 
@@ -54,15 +60,7 @@ at::Tensor Aliases::lend(const at::Tensor& tensor) {
     if (lent.device.is_same(tensor))
       return lent.host;
   check_device_of(tensor);
-  const c10::DispatchKeySet keys(c10::DispatchKey::CPU);
-  auto host = at::detail::make_tensor<c10::TensorImpl>(lend_storage(tensor), keys, tensor.dtype());
-  auto* impl = host.unsafeGetTensorImpl();
-  set_geometry(impl, tensor);
-  // _copy_from is called with these bits still to be applied.
-  if (tensor.is_conj())
-    impl->_set_conj(true);
-  if (tensor.is_neg())
-    impl->_set_neg(true);
+  auto host = seen_alike(lend_storage(tensor), c10::DispatchKey::CPU, tensor);
   lent_.push_back({tensor, host});
   return host;
 }
@@ -88,6 +86,13 @@ void Aliases::check_device_of(const at::Tensor& tensor) {
       device_name(), ":", int(device_), " and ", tensor.device(), "! (", op_, ")");
 }
 
+void Aliases::refuse_mixed() const {
+  TORCH_CHECK(
+      lent_.empty() || !saw_host_operand_,
+      "Expected all tensors to be on the same device, but found at least two devices, ", device_name(), ":",
+      int(device_), " and cpu! (", op_, ")");
+}
+
 void Aliases::finish() {
   for (auto& [device, host] : lent_) {
     auto* ours = device.storage().unsafeGetStorageImpl();
@@ -110,14 +115,14 @@ at::Tensor Aliases::take_back(const at::Tensor& result) {
   auto* impl = result.storage().unsafeGetStorageImpl();
   for (auto& lent : lent_)
     if (lent.host.storage().unsafeGetStorageImpl() == impl)
-      return device_tensor(lent.device.storage(), result);  // a view of an operand
+      return seen_alike(lent.device.storage(), target().key, result);  // a view of an operand
   for (auto& [host, device] : fresh_)
     if (host == impl)
-      return device_tensor(device, result);
+      return seen_alike(device, target().key, result);
   c10::Storage made(
       c10::Storage::use_byte_size_t{}, impl->nbytes(), uploaded(*impl), device_allocator(), /*resizable=*/true);
   fresh_.emplace_back(impl, made);
-  return device_tensor(made, result);
+  return seen_alike(made, target().key, result);
 }
 
 int64_t Aliases::largest() const {

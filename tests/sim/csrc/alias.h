@@ -21,12 +21,8 @@ class Aliases {
   at::Tensor take_back(const at::Tensor& result);  // call finish() first
   void finish();
 
-  bool empty() const {
-    return lent_.empty();
-  }
-  bool saw_host_operand() const {  // other than a scalar, which may be mixed with anything
-    return saw_host_operand_;
-  }
+  // Raises where operands were on the device and on the host; a host scalar may be mixed with anything.
+  void refuse_mixed() const;
   c10::DeviceIndex device() const {  // of the operands; -1: there was none
     return device_;
   }

@@ -113,6 +113,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return e == nullptr || reached(e->device, e->stream, e->position);
   }
   void synchronizeEvent(void* event) const override {
+    check_fault("sync");
     block(event, getStream(getDevice()));
   }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
@@ -175,10 +176,6 @@ struct Hooks : Interface {
   }
   at::Allocator* getPinnedMemoryAllocator() const override {
     return pinned_allocator();
-  }
-  Device getDeviceFromPtr(void* pointer) const override {
-    TORCH_CHECK(is_device_pointer(pointer), "sim: not a device pointer");
-    return Device(target().type, current_device());
   }
   const at::Generator& getDefaultGenerator(DeviceIndex index = -1) const override {
     return default_generator(index);

@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <set>
 
 #include "alias.h"
@@ -87,11 +88,12 @@ IValue take_back(Aliases& aliases, IValue value) {
   return list;
 }
 
-// Lets the CPU's default generator draw what the device's would, and puts it back untouched.
+// Lets the CPU's default generator draw what the device's would, and puts it back untouched. One op at a time; what
+// other threads of the host draw from it meanwhile is beyond our reach, since kernels take the engine's lock themselves.
 class BorrowedEngine {
  public:
   explicit BorrowedEngine(uint64_t seed)
-      : engine_(at::detail::getDefaultCPUGenerator()), before_(engine_.get_state()) {
+      : one_op_(borrowing), engine_(at::detail::getDefaultCPUGenerator()), before_(engine_.get_state()) {
     engine_.set_current_seed(seed);
   }
   ~BorrowedEngine() {
@@ -101,6 +103,8 @@ class BorrowedEngine {
   BorrowedEngine& operator=(const BorrowedEngine&) = delete;
 
  private:
+  static inline std::mutex borrowing;
+  std::lock_guard<std::mutex> one_op_;
   at::Generator engine_;
   at::Tensor before_;
 };
@@ -135,11 +139,8 @@ void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Stack lowered;
   for (const IValue& value : torch::jit::last(*stack, schema.arguments().size()))
     lowered.push_back(call.lower(value));
-  const bool mixed = call.aliases.saw_host_operand() && !call.aliases.empty();
-  TORCH_CHECK(
-      !mixed || takes_host_operands(schema.name()),
-      "Expected all tensors to be on the same device, but found at least two devices, ", device_name(), ":",
-      int(call.device()), " and cpu! (", schema.operator_name(), ")");
+  if (!takes_host_operands(schema.name()))
+    call.aliases.refuse_mixed();
   OnDevice here(call.device());
   flush_current(call.device());
   run_on_host(op, &lowered, call);

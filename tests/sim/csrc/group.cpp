@@ -24,6 +24,9 @@ using Milliseconds = std::chrono::milliseconds;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
+class DeviceWork;
+void forget(const DeviceWork* work);
+
 // A collective under way. The result reaches device memory when somebody waits for it; until then the outputs read
 // NaN, so that a missing wait is wrong every time.
 class DeviceWork final : public Work {
@@ -37,7 +40,11 @@ class DeviceWork final : public Work {
         timeout_(timeout) {}
 
   bool isCompleted() override {
-    return inner_ && inner_->isCompleted();
+    if (!inner_ || !inner_->isCompleted())
+      return false;
+    if (inner_->isSuccess())
+      deliver();  // who has seen that it is complete may read the result
+    return true;
   }
   bool isSuccess() const override {
     return inner_ && inner_->isSuccess();
@@ -56,6 +63,7 @@ class DeviceWork final : public Work {
   }
 
   bool wait(Milliseconds timeout) override {
+    forget(this);
     if (!inner_)
       hang(timeout == kNoTimeout ? timeout_ : timeout);
     if (timeout == kNoTimeout)
@@ -86,6 +94,7 @@ class DeviceWork final : public Work {
   }
 
   void deliver() {
+    forget(this);
     std::lock_guard lock(mutex_);
     if (delivered_)
       return;
@@ -126,14 +135,25 @@ class DeviceWork final : public Work {
 };
 
 // ---- all collectives under way in this process
+//
+// Kept until somebody waits: a sync of the device completes also those whose handles were dropped.
 
 std::mutex live_mutex;
-std::vector<c10::weak_intrusive_ptr<DeviceWork>> live;
+auto& live = *new std::vector<c10::intrusive_ptr<DeviceWork>>();  // never destroyed: it holds tensors
 
 void remember(const c10::intrusive_ptr<DeviceWork>& work) {
   std::lock_guard lock(live_mutex);
-  live.erase(std::remove_if(live.begin(), live.end(), [](auto& w) { return w.expired(); }), live.end());
-  live.emplace_back(work);
+  live.push_back(work);
+}
+
+void forget(const DeviceWork* work) {
+  c10::intrusive_ptr<DeviceWork> last;  // freed after the lock: freeing tensors can take Python's
+  std::lock_guard lock(live_mutex);
+  const auto found = std::find_if(live.begin(), live.end(), [&](auto& w) { return w.get() == work; });
+  if (found == live.end())
+    return;
+  last = std::move(*found);
+  live.erase(found);
 }
 
 // ---- staging
@@ -152,10 +172,13 @@ Tensors stage_outputs(const Tensors& hosts) {
   return staged;
 }
 
-void fill_nan(const Tensors& hosts) {
+// As fresh memory: NaN, or -1 where there is none.
+void poison(const Tensors& hosts) {
   for (auto& host : hosts)
-    if (host.is_floating_point())
+    if (host.is_floating_point() || host.is_complex())
       host.fill_(std::numeric_limits<double>::quiet_NaN());
+    else
+      host.fill_(-1);
 }
 
 void flush_streams_of(const Tensors& tensors) {
@@ -199,6 +222,7 @@ class DeviceBackend final : public Backend {
   }
   void setTimeout(Milliseconds timeout) override {
     timeout_ = timeout;
+    inner_->setTimeout(timeout);
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
@@ -309,7 +333,7 @@ class DeviceBackend final : public Backend {
     Tensors in = stage_inputs(host_aliases(inputs));
     Tensors out = reads_outputs ? stage_inputs(hosts) : stage_outputs(hosts);
     const WorkPtr inner = hangs(name) ? WorkPtr() : call(out, in);
-    fill_nan(hosts);
+    poison(hosts);
     auto work = c10::make_intrusive<DeviceWork>(inner, outputs, out, getRank(), op, timeout_);
     remember(work);
     return work;
@@ -338,10 +362,7 @@ void finish_collectives() {
   std::vector<c10::intrusive_ptr<DeviceWork>> works;
   {
     std::lock_guard lock(live_mutex);
-    for (auto& weak : live)
-      if (auto work = weak.lock())
-        works.push_back(work);
-    live.clear();
+    works.swap(live);
   }
   for (auto& work : works)
     work->wait(kNoTimeout);

@@ -1,9 +1,9 @@
 // Ops that torch gives a device under another name than the CPU: convolution and fused attention.
 #include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/convolution.h>
@@ -34,7 +34,9 @@ class Scope {
     flush_current(like.device().index());
   }
   Tensor in(const Tensor& tensor) {
-    return aliases_.operand(tensor);
+    const auto alias = aliases_.operand(tensor);
+    aliases_.refuse_mixed();
+    return alias;
   }
   Tensor out(const Tensor& tensor) {
     return aliases_.take_back(tensor);
@@ -70,8 +72,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 
 // ---- attention: the CPU's flash kernel, so that losses are those of a CPU run bit for bit
 
-constexpr int64_t kMath = int64_t(sdp::SDPBackend::math);
-constexpr int64_t kOverrideable = int64_t(sdp::SDPBackend::overrideable);
+constexpr int64_t kMath = int64_t(at::SDPBackend::math);
+constexpr int64_t kOverrideable = int64_t(at::SDPBackend::overrideable);
 
 int64_t choose_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout, bool,

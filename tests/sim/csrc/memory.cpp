@@ -21,7 +21,7 @@ constexpr size_t kPinnedArena = size_t(1) << 34;
 constexpr size_t kDeviceAlign = 512, kPinnedAlign = 64;
 constexpr int kPoison = 0xff;  // makes a NaN of every floating-point type, and -1 of integers
 
-std::mutex mutex;  // guards heaps and statistics
+std::mutex heap_mutex;  // guards heaps and statistics
 
 char* reserve(size_t size, int protection) {
   void* start = mmap(nullptr, size, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -40,11 +40,6 @@ struct Arena {
 Arena& arena() {
   static Arena the;
   return the;
-}
-
-bool within(const void* pointer, const char* start, size_t size) {
-  auto p = static_cast<const char*>(pointer);
-  return p >= start && p < start + size;
 }
 
 // First fit, neighbours joined.
@@ -86,13 +81,14 @@ class Heap {
   std::map<size_t, size_t> free_;  // offset -> size
 };
 
+// Never destroyed, as the allocators below: tensors may outlive statics.
 Heap& device_heap() {
-  static Heap the(kDeviceArena);
+  static auto& the = *new Heap(kDeviceArena);
   return the;
 }
 
 Heap& pinned_heap() {
-  static Heap the(kPinnedArena);
+  static auto& the = *new Heap(kPinnedArena);
   return the;
 }
 
@@ -126,13 +122,12 @@ size_t rounded(size_t size, size_t align) {
 }
 
 void poison(size_t offset, size_t size) {
-  if (settings().poison)
-    std::memset(arena().shadow + offset, kPoison, size);
+  std::memset(arena().shadow + offset, kPoison, size);
 }
 
 void free_device_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(heap_mutex);
   poison(block->offset, block->size);  // a use after free reads NaN
   auto& stats = statistics[block->device];
   stats.bytes.give(block->size);
@@ -142,7 +137,7 @@ void free_device_block(void* context) {
 
 void free_pinned_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(heap_mutex);
   pinned_heap().give(block->offset, block->size);
 }
 
@@ -155,7 +150,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       return {nullptr, nullptr, [](void*) {}, device};
     check_fault("alloc");
     const size_t whole = rounded(size, kDeviceAlign);
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     auto& stats = statistics[index];
     check_capacity(stats, whole, size, index);
     const size_t offset = device_heap().take(whole);
@@ -178,7 +173,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void recordStream(const c10::DataPtr&, c10::Stream) override {}  // queued copies own their tensors
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     const auto& ours = statistics.at(index);
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* theirs : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes})
@@ -190,7 +185,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   void resetAccumulatedStats(c10::DeviceIndex index) override {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     auto& stats = statistics.at(index);
     for (auto* count : {&stats.bytes, &stats.blocks})
       count->taken = count->freed = 0;
@@ -198,14 +193,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   void resetPeakStats(c10::DeviceIndex index) override {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     auto& stats = statistics.at(index);
     for (auto* count : {&stats.bytes, &stats.blocks})
       count->peak = count->now;
   }
 
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     const size_t capacity = settings().capacity, used = statistics.at(index).bytes.now;
     return {capacity - std::min(used, capacity), capacity};
   }
@@ -239,7 +234,7 @@ class PinnedMemory final : public c10::Allocator {
     if (size == 0)
       return {nullptr, nullptr, [](void*) {}, host};
     const size_t whole = rounded(size, kPinnedAlign);
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(heap_mutex);
     const size_t offset = pinned_heap().take(whole);
     return {arena().pinned + offset, new Block{offset, whole, 0}, &free_pinned_block, host};
   }
@@ -254,7 +249,7 @@ class PinnedMemory final : public c10::Allocator {
 }  // namespace
 
 c10::DeviceAllocator* device_allocator() {
-  static auto* the = new DeviceMemory();  // never destroyed: tensors may outlive statics
+  static auto* the = new DeviceMemory();
   return the;
 }
 
@@ -269,12 +264,9 @@ void* host_address(const void* device_pointer) {
   return arena().shadow + (static_cast<const char*>(device_pointer) - arena().device);
 }
 
-bool is_device_pointer(const void* pointer) {
-  return within(pointer, arena().device, kDeviceArena);
-}
-
 bool is_pinned(const void* pointer) {
-  return within(pointer, arena().pinned, kPinnedArena);
+  auto* p = static_cast<const char*>(pointer);
+  return p >= arena().pinned && p < arena().pinned + kPinnedArena;
 }
 
 }  // namespace sim

@@ -11,7 +11,6 @@ c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 
 void* host_address(const void* device_pointer);  // where the bytes behind a device pointer really are
-bool is_device_pointer(const void* pointer);
 bool is_pinned(const void* pointer);
 
 }  // namespace sim

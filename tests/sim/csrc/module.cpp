@@ -37,8 +37,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", [] { return sim::settings().count.load(); });
   m.def("set_device_count", [](int n) { sim::settings().count = n; });
   m.def("set_capacity", [](size_t bytes) { sim::settings().capacity = bytes; });
-  m.def("set_poison", [](bool on) { sim::settings().poison = on; });
-  m.def("set_lazy", [](bool on) { sim::settings().lazy = on; });
   m.def("pending", [](int index) { return sim::pending(c10::DeviceIndex(index)); });
 
   m.def("set_fault", &sim::set_fault);

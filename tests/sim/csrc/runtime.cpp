@@ -10,7 +10,10 @@ namespace sim {
 
 namespace {
 
-std::mutex mutex;  // guards all of the following but what is thread-local
+// What holds tensors or is read while they are freed is never destroyed: tensors may outlive statics.
+
+std::mutex state_mutex;  // guards all of the following but what is thread-local
+std::mutex copying;      // held while queued copies run, so that a flush also waits for those of other threads
 
 struct Queued {
   std::function<void()> copy;
@@ -20,7 +23,7 @@ struct StreamQueue {
   std::deque<Queued> waiting;
   uint64_t last = 0;
 };
-std::map<std::pair<c10::DeviceIndex, int64_t>, StreamQueue> queues;
+auto& queues = *new std::map<std::pair<c10::DeviceIndex, int64_t>, StreamQueue>();
 int64_t streams_made = 0;
 std::vector<std::function<void()>> sync_hooks;
 
@@ -29,10 +32,10 @@ struct Fault {
   int left = 0;
   bool sticky = false, lost = false;
 };
-Fault fault;
-std::string hang;
-std::set<std::string> denied_ops;
-std::map<std::string, int64_t> counts;
+auto& fault = *new Fault();
+auto& hang = *new std::string();
+auto& denied_ops = *new std::set<std::string>();
+auto& counts = *new std::map<std::string, int64_t>();
 
 thread_local c10::DeviceIndex device_now = 0;
 thread_local std::array<int64_t, kMaxDevices> stream_now{};
@@ -76,30 +79,51 @@ void set_current_stream(c10::DeviceIndex device, int64_t stream) {
 }
 
 int64_t new_stream() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   return ++streams_made;  // 0 is the default stream
 }
 
 // ---- lazy streams
 
 void enqueue(c10::DeviceIndex device, std::function<void()> copy) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   auto& queue = queues[{device, current_stream(device)}];
   queue.waiting.push_back({std::move(copy), ++queue.last});
 }
 
+namespace {
+
+// The first copy of a stream up to `up_to`, or none. It stays queued while it runs: until then it is not reached.
+std::function<void()> next_copy(c10::DeviceIndex device, int64_t stream, uint64_t up_to) {
+  std::lock_guard lock(state_mutex);
+  auto& waiting = queues[{device, stream}].waiting;
+  if (waiting.empty() || waiting.front().number > up_to)
+    return {};
+  return std::move(waiting.front().copy);
+}
+
+void forget_copy(c10::DeviceIndex device, int64_t stream) {
+  std::lock_guard lock(state_mutex);
+  queues[{device, stream}].waiting.pop_front();
+}
+
+}  // namespace
+
 void flush_stream(c10::DeviceIndex device, int64_t stream, uint64_t up_to) {
-  while (true) {
-    std::function<void()> copy;
-    {
-      std::lock_guard lock(mutex);
-      auto& waiting = queues[{device, stream}].waiting;
-      if (waiting.empty() || waiting.front().number > up_to)
-        return;
-      copy = std::move(waiting.front().copy);
-      waiting.pop_front();
+  if (reached(device, stream, up_to))
+    return;
+  // Tensors are freed after the lock is: freeing one can take Python's lock, whose holder may be waiting for ours.
+  std::vector<std::function<void()>> done;
+  std::lock_guard lock(copying);
+  while (auto copy = next_copy(device, stream, up_to)) {
+    done.push_back(std::move(copy));
+    try {
+      done.back()();
+    } catch (...) {
+      forget_copy(device, stream);
+      throw;
     }
-    copy();  // without the lock: it calls torch
+    forget_copy(device, stream);
   }
 }
 
@@ -110,7 +134,7 @@ void flush_current(c10::DeviceIndex device) {
 void flush_device(c10::DeviceIndex device) {
   std::vector<int64_t> streams;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(state_mutex);
     for (auto& [where, queue] : queues)
       if (where.first == device)
         streams.push_back(where.second);
@@ -120,18 +144,18 @@ void flush_device(c10::DeviceIndex device) {
 }
 
 uint64_t last_queued(c10::DeviceIndex device, int64_t stream) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   return queues[{device, stream}].last;
 }
 
 bool reached(c10::DeviceIndex device, int64_t stream, uint64_t up_to) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   auto& waiting = queues[{device, stream}].waiting;
   return waiting.empty() || waiting.front().number > up_to;
 }
 
 size_t pending(c10::DeviceIndex device) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   size_t found = 0;
   for (auto& [where, queue] : queues)
     if (where.first == device)
@@ -153,7 +177,7 @@ void run_device_sync_hooks() {
 void check_fault(const std::string& op) {
   std::string message;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(state_mutex);
     counts[op]++;
     if (fault.lost) {
       message = fault.message;
@@ -170,39 +194,40 @@ void check_fault(const std::string& op) {
 }
 
 bool hangs(const std::string& op) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   return hang == op;
 }
 
 bool denied(const std::string& op) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   return denied_ops.count(op) > 0;
 }
 
 void set_fault(const std::string& op, int nth, const std::string& message, bool sticky) {
-  std::lock_guard lock(mutex);
+  TORCH_CHECK_VALUE(nth >= 1, "sim: a fault at call ", nth, " of ", op, " would never come; the next call is 1");
+  std::lock_guard lock(state_mutex);
   fault = Fault{op, message, nth, sticky, false};
 }
 
 void clear_faults() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   fault = Fault();
   hang.clear();
   denied_ops.clear();
 }
 
 void set_hang(const std::string& op) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   hang = op;
 }
 
 void set_denied(std::set<std::string> ops) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   denied_ops = std::move(ops);
 }
 
 int64_t calls(const std::string& op) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(state_mutex);
   return counts[op];
 }
 

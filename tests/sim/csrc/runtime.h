@@ -25,8 +25,6 @@ struct Target {
 struct Settings {
   std::atomic<int> count{2};              // devices
   std::atomic<size_t> capacity{size_t(8) << 30};  // bytes of each
-  std::atomic<bool> poison{true};         // fresh and freed memory reads as NaN
-  std::atomic<bool> lazy{true};           // asynchronous copies happen as late as the rules allow
 };
 
 Target& target();
@@ -63,13 +61,14 @@ class OnDevice {
 // Kernels run when they are called. An asynchronous copy is only queued, and done once something orders it: a
 // kernel, copy or sync on its stream, a wait for an event recorded after it, or a sync of its device. This is the
 // worst schedule that the rules allow, so that code which breaks them is wrong every time and not now and then.
+// A flush returns once the copies are done, also those that another thread is at.
 
 void enqueue(c10::DeviceIndex device, std::function<void()> copy);  // on the current stream
 void flush_stream(c10::DeviceIndex device, int64_t stream, uint64_t up_to = UINT64_MAX);
 void flush_current(c10::DeviceIndex device);
 void flush_device(c10::DeviceIndex device);
 uint64_t last_queued(c10::DeviceIndex device, int64_t stream);
-bool reached(c10::DeviceIndex device, int64_t stream, uint64_t up_to);  // nothing up to there is queued any more
+bool reached(c10::DeviceIndex device, int64_t stream, uint64_t up_to);  // all up to there is done
 size_t pending(c10::DeviceIndex device);
 
 void on_device_sync(std::function<void()> hook);  // what else a sync of a device completes: collectives
@@ -82,7 +81,7 @@ void check_fault(const std::string& op);
 bool hangs(const std::string& op);
 bool denied(const std::string& op);
 
-// `op` raises `message` at its `nth` call from now, once; `sticky`: the device is lost from then on.
+// `op` raises `message` at its `nth` call from now (the next is 1), once; `sticky`: the device is lost from then on.
 void set_fault(const std::string& op, int nth, const std::string& message, bool sticky);
 void clear_faults();
 void set_hang(const std::string& op);

@@ -68,7 +68,7 @@ void copy_now(const Tensor& source, const Tensor& destination) {
 
 // As on real devices, only a copy between the device and pinned memory runs on its own.
 bool runs_on_its_own(const Tensor& source, const Tensor& destination, bool non_blocking) {
-  if (!non_blocking || !settings().lazy || on_device(source) == on_device(destination))
+  if (!non_blocking || on_device(source) == on_device(destination))
     return false;
   return is_pinned((on_device(source) ? destination : source).storage().data());
 }
@@ -77,7 +77,8 @@ Tensor copy_from(const Tensor& source, const Tensor& destination, bool non_block
   check_fault("aten::_copy_from");
   const auto index = (on_device(source) ? source : destination).device().index();
   if (runs_on_its_own(source, destination, non_blocking)) {
-    enqueue(index, [source, destination] { copy_now(source, destination); });
+    // Of their own: what becomes of the caller's tensors (`p.data = x`) must not redirect a copy that was issued.
+    enqueue(index, [from = source.detach(), to = destination.detach()] { copy_now(from, to); });
     return destination;
   }
   for (const Tensor& tensor : {source, destination})
@@ -91,16 +92,19 @@ Tensor copy_from(const Tensor& source, const Tensor& destination, bool non_block
 
 void set_geometry(c10::TensorImpl* impl, IntArrayRef size, IntArrayRef stride, int64_t offset) {
   const size_t needed = at::detail::computeStorageNbytes(size, stride, impl->itemsize(), offset);
-  const bool any = std::find(size.begin(), size.end(), 0) == size.end();
-  if (any && needed > impl->unsafe_storage().nbytes())
+  const bool holds_any = std::find(size.begin(), size.end(), 0) == size.end();
+  if (holds_any && needed > impl->unsafe_storage().nbytes())
     grow(impl->unsafe_storage().unsafeGetStorageImpl(), needed);
   impl->set_sizes_and_strides(size, stride);
   impl->set_storage_offset(offset);
 }
 
-const Tensor& resize_(const Tensor& tensor, IntArrayRef size, std::optional<at::MemoryFormat>) {
+const Tensor& resize_(const Tensor& tensor, IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = tensor.unsafeGetTensorImpl();
   if (tensor.sizes() != size)
-    set_geometry(tensor.unsafeGetTensorImpl(), size, c10::contiguous_strides(size), tensor.storage_offset());
+    set_geometry(impl, size, c10::contiguous_strides(size), tensor.storage_offset());
+  if (format && *format != at::MemoryFormat::Preserve)
+    impl->empty_tensor_restride(*format);
   return tensor;
 }
 
@@ -141,6 +145,7 @@ void record_stream(Tensor&, at::Stream) {}  // memory is not reused while a queu
 
 void grow(c10::StorageImpl* storage, size_t size) {
   OnDevice here(storage->device().index());
+  flush_device(storage->device().index());  // a queued copy would miss the buffer that it was issued for
   auto buffer = device_allocator()->allocate(size);
   if (const size_t kept = std::min(size, storage->nbytes()))
     std::memcpy(host_address(buffer.get()), host_address(storage->data()), kept);

@@ -1,0 +1,108 @@
+"""The trainer on the simulated device: every run equals the CPU's bit for bit, as both use the same implementations."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import cli
+from tests.ranks import Rank, run_ranks
+from tests.scenes import FOUR, TWO, Sections, same_bits, sigterm_saves, train_all
+from tests.sim import build
+from tests.sim.backend import BACKENDS, site
+from tests.sim.names import HPU, KEYS
+
+STEPS = 6
+COMMON: Sections = {
+    # Implementations that both devices have.
+    "backend": {"ops": {"attention": "reference", "adamw": "reference"}},
+    "metrics": {"interval": 1},
+    "train": {"steps": STEPS},
+    "checkpoint": {"interval": STEPS // 2, "keep": 9},
+}
+RESUMED = {"resumed": f"ZeRO 3/checkpoints/step_{STEPS // 2}"}
+WORLDS: dict[int, dict[str, Sections]] = {
+    2: {**TWO, "resumed": TWO["ZeRO 3"], "evaluated": {"train": {"eval_interval": 3}}},
+    4: FOUR,
+}
+"""Runs by the size of their world: those of tests/scenes.py, where new ones are added, and two of our own."""
+RUNS = {name: size for size, runs in WORLDS.items() for name in runs}
+Fitted = Callable[[str], Path]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes the simulated backends found."""
+    repository = Path(__file__).parent.parent
+    # A backend from outside the core is probed in a process of its own, which may be slow on a busy machine.
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(repository)]), "ACCELBRIDGE_PROBE_SECONDS": "60"}
+
+
+def _fit(ctx: Rank, folder: Path, store: Path, backend: str, runs: dict[str, Sections]) -> None:
+    """One rank of ``runs`` on ``backend``."""
+    sys.path.insert(0, str(folder / "site"))
+    os.environ |= environment(folder)
+    common = {**COMMON, "backend": {"name": backend, **COMMON["backend"]}}
+    if "evaluated" in runs:
+        runs["evaluated"]["data"] = {"validation": str(store / "validation")}
+    train_all(ctx, folder / backend, store, runs, common, RESUMED)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Fitted:
+    """The folder with all runs of a backend; each backend and size of world has processes of its own."""
+    build.library()  # not on the clock of the ranks
+    folder = tmp_path_factory.mktemp("trainer")
+    site(folder / "site")
+    done = set()
+
+    def of(backend: str) -> Path:
+        if backend not in done:
+            for size, runs in WORLDS.items():
+                run_ranks(_fit, size, folder, store, backend, runs, timeout=300)
+            done.add(backend)
+        return folder / backend
+
+    return of
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    """What a run computed: losses and gradient norms of its steps, losses of its evaluations."""
+    names = ("event", "step", "loss", "grad_norm")
+    return [{name: line[name] for name in names if name in line} for line in cli.lines_of(output) if "loss" in line]
+
+
+def last_checkpoint(output: Path) -> Path:
+    return output / "checkpoints" / f"step_{STEPS}"
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_the_cpu(key: str, name: str, fitted: Fitted) -> None:
+    ours, host = (fitted(backend) / name for backend in (BACKENDS[key].name, "cpu"))
+    assert lines_of(ours) == lines_of(host)
+    assert {line["step"] for line in lines_of(ours)} >= set(range(STEPS // 2 + 1, STEPS + 1))
+    same_bits(last_checkpoint(ours), last_checkpoint(host), random_state=False)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_evaluation_was_compared(key: str, fitted: Fitted) -> None:
+    evaluations = [line for line in lines_of(fitted(BACKENDS[key].name) / "evaluated") if "event" in line]
+    assert [line["step"] for line in evaluations] == [3, STEPS]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_resume_is_bitwise(key: str, fitted: Fitted) -> None:
+    """Random state of the device included, which no other device has."""
+    runs = fitted(BACKENDS[key].name)
+    same_bits(last_checkpoint(runs / "resumed"), last_checkpoint(runs / "ZeRO 3"))
+
+
+def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path) -> None:
+    build.library()
+    site(tmp_path / "site")
+    sigterm_saves(tmp_path, store, environment(tmp_path), backend={"name": BACKENDS[HPU].name})
