@@ -447,8 +447,14 @@ class Execution(ABC):
         ``max_norm`` where that is not None."""
 
     @abstractmethod
-    def end_step(self) -> None:
-        """End of a step: lazy devices cut and launch their graph here."""
+    def scalar(self, value: float) -> float | Tensor:
+        """A number that changes every step, such as the learning rate, in the form that an optimizer takes it here:
+        where a step is one graph, a tensor on the device, so that the graph does not change."""
+
+    @abstractmethod
+    def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """End of a step: lazy devices cut and launch their graph here. Returns ``values`` (tensors or plain numbers)
+        in a form that later steps leave alone and that adds nothing to their graphs."""
 
     # ---- state
 

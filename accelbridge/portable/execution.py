@@ -184,8 +184,12 @@ class EagerExecution(Execution):
         sizes = gradient.device_mesh.shape
         return math.prod(n for n, p in zip(sizes, gradient.placements, strict=True) if p.is_replicate())
 
-    def end_step(self) -> None:
-        return None  # eager devices run as they are called
+    def scalar(self, value: float) -> float:
+        return value
+
+    def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # Eager devices run as they are called. A captured step reuses its output buffers, hence copies.
+        return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in (values or {}).items()}
 
     # ---- state
 

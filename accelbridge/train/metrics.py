@@ -171,8 +171,8 @@ class Metrics:
 
 
 def _keep(value: Any) -> Any:
-    """A private copy on the device: a captured step reuses its output buffers, and a loss keeps its graph."""
-    return value.detach().clone() if hasattr(value, "detach") else value
+    """Without its graph, which a loss would keep. It is the caller's value, not a copy: see Execution.end_step."""
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def _read(value: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelbridge.errors import ConfigError
 from accelbridge.train.config import OptimizerConfig
@@ -45,7 +45,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 

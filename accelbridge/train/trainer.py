@@ -160,13 +160,12 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, execution.scalar(rate))
         norm = execution.clip_grad_norm(model, self.config.optimizer.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss = execution.sum(total)
-        execution.end_step()
-        return {"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate}
+        return execution.end_step({"loss": loss, "grad_norm": norm, "tokens": targets, "lr": rate})
 
     def evaluate(self) -> float | None:
         """Mean loss per target over the validation data, in nats; None where there is none."""
@@ -279,10 +278,11 @@ class Trainer:
         root = prepared.output / CHECKPOINTS
         group = self.execution.control_group
         materialise_state(self.optimizer)
+        self.execution.end_step()  # else this work would be in the first step's graph
         if prepared.resume is not None:
             verify(prepared.resume.path, prepared.resume.manifest, group)
             state = self._state()
-            if prepared.resume.manifest.world_size != world.size:
+            if not self._generators_of(prepared.resume.manifest):
                 state = {name: t for name, t in state.items() if not name.startswith("rng.")}
             load(prepared.resume.path, state, group)
             self._restore(state)
@@ -297,6 +297,11 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
         )
         self._resources.callback(self.checkpointer.close)
+
+    def _generators_of(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint holds generator states for these ranks: another backend's are not of the same kind."""
+        same_backend = manifest.plan.get("backend") == self.plan.contract["backend"]
+        return manifest.world_size == self.prepared.world.size and same_backend
 
     def _open_metrics(self) -> None:
         prepared, config, world = self.prepared, self.config, self.prepared.world
