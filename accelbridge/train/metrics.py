@@ -171,7 +171,7 @@ class Metrics:
 
 
 def _keep(value: Any) -> Any:
-    """Without its graph, which a loss would keep. It is the caller's value, not a copy: see Execution.end_step."""
+    """Without its graph, which a loss would keep. It is no copy: :meth:`Execution.end_step` has made what lasts."""
     return value.detach() if hasattr(value, "detach") else value
 
 

@@ -123,7 +123,7 @@ def _adamw_supports(request: Request) -> Support:
 def _table() -> dict[tuple[str, str, str], Support]:
     """Ops x dtype x variant. Collectives are those that the partitioner puts into the program."""
     table: dict[tuple[str, str, str], Support] = {(op, "float32", ""): FULL for op in (*OPS, *MOVES)}
-    table |= {(op, "float32", "sum"): FULL for op in REDUCTIONS}
+    table |= {(op, "float32", kind): FULL for op in REDUCTIONS for kind in ("sum", "max")}
     for op in OPS:
         table[op, "bfloat16", ""] = unsupported(_BFLOAT16)
         table[op, "float16", ""] = unsupported(_FLOAT16)

@@ -37,7 +37,7 @@ def environment(site: Path, devices: int = 4) -> dict[str, str]:
     return clean | variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def python(*args: str | Path, env: dict[str, str], timeout: float = 560) -> str:
+def python(*args: str | Path, env: dict[str, str], timeout: float = 900) -> str:
     """Standard output of ``python ARGS``, run to its end."""
     done = subprocess.run(
         [sys.executable, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout, check=False
