@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accelbridge.parallel.layout import Layout
-from accelbridge.parallel.spec import SPLIT_DIM, ShardingSpec
+from accelbridge.parallel.spec import ShardingSpec, split_dim
 from accelbridge_xla.vendor import sdk
 
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -59,10 +59,8 @@ def places(shape: tuple[int, ...], attribute: str, style: str | None, layout: La
 
 
 def _split_dim(attribute: str, style: str | None, dims: int) -> int | None:
-    """The dimension over tp, as in the eager model: the bias of a row stays whole."""
-    if style is None or (style == "row" and attribute != "weight"):
-        return None
-    dim = SPLIT_DIM.get(style)
+    """The dimension over tp; a vector of a style that splits columns stays whole."""
+    dim = split_dim(style, attribute) if style is not None else None
     return dim if dim is not None and dim < dims else None
 
 
