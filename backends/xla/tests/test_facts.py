@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def test_another_precision_is_refused() -> None:
 
 # ----------------------------------------------------------------------------------------------------- places
 
-BOTH = {"dp_shard": 2, "tp": 2}
+BOTH = Layout(dp_shard=2, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -149,12 +150,12 @@ BOTH = {"dp_shard": 2, "tp": 2}
     ],
 )
 def test_where_a_parameter_lies(shape: tuple[int, ...], attribute: str, style: str | None, stored: object) -> None:
-    assert places(shape, attribute, style, Layout(**BOTH)).stored == stored
+    assert places(shape, attribute, style, BOTH).stored == stored
 
 
 @pytest.mark.parametrize(("zero", "sharded"), [(1, "state"), (2, "state gradient"), (3, "state gradient stored")])
 def test_a_zero_stage_says_what_is_sharded(zero: int, sharded: str) -> None:
-    found = places((8, 4), "weight", "column", Layout(**BOTH, zero=zero))
+    found = places((8, 4), "weight", "column", replace(BOTH, zero=zero))
     whole, split = ("tp", None), ("tp", "dp_shard")
     assert found.gathered == whole
     for name in ("state", "gradient", "stored"):
