@@ -1,11 +1,12 @@
-# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim: see below.
+# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim, test-xla: see
+# below.
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim install clean
+.PHONY: demo test lint types tests test-sim test-xla install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -26,6 +27,16 @@ tests:
 test-sim: install
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim*.py
 
+# The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
+test-xla: .venv-xla/installed
+	.venv-xla/bin/python -m pytest backends/xla/tests
+	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*'
+
+.venv-xla/installed: pyproject.toml constraints-xla.txt
+	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints-xla.txt -e ".[dev,xla]"
+	touch $@
+
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -34,4 +45,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv runs datasets .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla runs datasets .pytest_cache .ruff_cache

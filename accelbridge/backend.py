@@ -122,6 +122,7 @@ class Capabilities:
     """Axes of the layout that may be larger than 1."""
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
+    recompute: Support = FULL
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -447,11 +448,6 @@ class Execution(ABC):
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all data-parallel replicas; stays on the device."""
 
-    def scalar(self, value: float) -> float | Tensor:
-        """A number that changes every step, such as a learning rate, in the form an optimizer takes it here: where
-        a new number would change a captured graph, a scalar tensor on the device."""
-        return value
-
     @abstractmethod
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Waits for all of them, so it belongs between steps."""
@@ -462,8 +458,14 @@ class Execution(ABC):
         ``max_norm`` where that is not None."""
 
     @abstractmethod
-    def end_step(self) -> None:
-        """End of a step: lazy devices cut and launch their graph here."""
+    def scalar(self, value: float) -> float | Tensor:
+        """A number that changes every step, such as the learning rate, in the form that an optimizer takes it here:
+        where a step is one graph, a tensor on the device, so that the graph does not change."""
+
+    @abstractmethod
+    def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """End of a step: lazy devices cut and launch their graph here. Returns ``values`` (tensors or plain numbers)
+        in a form that later steps leave alone and that adds nothing to their graphs."""
 
     # ---- state
 

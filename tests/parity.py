@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from accelbridge import Trainer
@@ -39,6 +37,7 @@ from accelbridge.models.config import ModelConfig
 from accelbridge.models.decoder import Decoder
 from tests import cli
 from tests.ranks import Rank, run_ranks
+from tests.scenes import tensors
 
 Sections = Mapping[str, Mapping[str, Any]]
 Tensors = dict[str, Tensor]
@@ -125,7 +124,7 @@ def measure(row: Row, folder: Path, store: Path, previous: str, fault: Fault = n
     own, resumed = folder / row.name, folder / f"{row.name}, resumed"
     with fault():
         _fit(row, own, store)
-        run = Run(*_trajectory(own), weights=stored(_checkpoint(own, STEPS), "model."))
+        run = Run(*_trajectory(own), weights=_weights(own))
         with _trainer(row, folder / f"{row.name}, forced", store) as trainer:
             for step in FORCED:
                 run.forced_norms[step], run.forced_gradients[step] = _forced(trainer, folder / row.reference, step)
@@ -194,16 +193,8 @@ def _checkpoint(output: Path, step: int) -> Path:
     return next(path for path in complete(output / "checkpoints") if path.name == f"step_{step}")
 
 
-def stored(checkpoint: Path, prefix: str = "") -> Tensors:
-    """Tensors of a checkpoint, whole, whose names start with ``prefix``."""
-    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(checkpoint, state, None)
-    return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
+def _weights(output: Path) -> Tensors:
+    return {name: t for name, t in tensors(_checkpoint(output, STEPS)).items() if name.startswith("model.")}
 
 
 def _difference(ours: Path, theirs: Path) -> str:
@@ -211,22 +202,13 @@ def _difference(ours: Path, theirs: Path) -> str:
     losses, expected = _trajectory(ours)[0], _trajectory(theirs)[0]
     if wrong := [step for step, loss in losses.items() if loss != expected[step]]:
         return f"loss of step {wrong[0]}"
-    a, b = stored(_checkpoint(ours, STEPS)), stored(_checkpoint(theirs, STEPS))
+    a, b = tensors(_checkpoint(ours, STEPS)), tensors(_checkpoint(theirs, STEPS))
     return next((name for name in b if name not in a or not torch.equal(a[name], b[name])), "")
 
 
 def measure_all(ctx: Rank, folder: Path, store: Path, work: list[tuple[Row, str]], fault: Fault) -> dict[str, Run]:
     """One rank of several rows, one after the other in the same processes."""
-    os.environ |= {
-        "RANK": str(ctx.rank),
-        "LOCAL_RANK": str(ctx.rank),
-        "WORLD_SIZE": str(ctx.size),
-        "LOCAL_WORLD_SIZE": str(ctx.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ctx.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
+    ctx.launched()
     runs = {row.name: measure(row, folder, store, previous, fault) for row, previous in work}
     return runs if ctx.rank == 0 else {}
 

@@ -59,6 +59,19 @@ class Rank:
         limit = timedelta(seconds=self.timeout)
         return dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit)
 
+    def launched(self) -> None:
+        """Set what a launcher sets, so that a Trainer in this process joins the others."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+        }
+
 
 @dataclass(frozen=True)
 class Outcome:

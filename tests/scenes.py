@@ -54,16 +54,7 @@ def train_all(
     ``common`` are sections of all of them. A run named in ``resume`` starts from the checkpoint of that path,
     relative to ``folder``.
     """
-    os.environ |= {
-        "RANK": str(ctx.rank),
-        "LOCAL_RANK": str(ctx.rank),
-        "WORLD_SIZE": str(ctx.size),
-        "LOCAL_WORLD_SIZE": str(ctx.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ctx.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
+    ctx.launched()
     for name, sections in runs.items():
         os.environ["TORCHELASTIC_RUN_ID"] = name
         recipe = cli.recipe(folder / name, store, **(common or {}))

@@ -28,7 +28,8 @@ from accelbridge.models.requests import decoder_requests
 from accelbridge.train.uncovered import coverage_notes
 from tests import cli
 from tests.ranks import run_ranks
-from tests.test_trainer import close, same_bits, train_all
+from tests.scenes import same_bits, train_all
+from tests.test_trainer import close
 
 WORD = 1 << 32
 SMALL: dict[str, Any] = {"vocab_size": 61, "dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24}
@@ -478,7 +479,8 @@ def test_a_resume_is_bitwise(folder: Path, store: Path, tmp_path: Path) -> None:
     Trainer(cli.recipe(tmp_path / "resumed", store, **ONE["reference"]), resume="auto").fit()
     ours, theirs = cli.steps_of(tmp_path / "resumed"), cli.steps_of(folder / "reference")
     assert {s: line["loss"] for s, line in ours.items()} == {s: theirs[s]["loss"] for s in range(5, 9)}
-    same_bits(*(run / "checkpoints" / "step_8" for run in (tmp_path / "resumed", folder / "reference")))
+    last = Path("checkpoints") / "step_8"
+    same_bits(tmp_path / "resumed" / last, folder / "reference" / last)
 
 
 class Tokens:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelbridge.cli.report import report_command
+from accelbridge.cpu.backend import CpuBackend
 from accelbridge.errors import ConfigError, DataError
 from accelbridge.train import metrics as metrics_module
 from accelbridge.train import report as report_module
@@ -110,9 +111,11 @@ def test_recorded_values_survive_reuse_of_the_buffer_and_hold_no_graph(tmp_path:
     metrics = open_metrics(tmp_path)
     weight = torch.ones((), requires_grad=True)
     loss = weight * 3
-    record(metrics, 1, loss=loss)
+    kept = CpuBackend().execution.end_step({"loss": loss, "lr": 0.5})
+    record(metrics, 1, loss=kept["loss"])
     with torch.no_grad():
         loss.zero_()  # what replaying a captured step does to its outputs
+    assert kept["lr"] == 0.5
     assert not any(getattr(value, "requires_grad", False) for value in metrics._pending[0].values())
     assert metrics.flush()[0]["loss"] == 3.0
 

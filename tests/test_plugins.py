@@ -201,7 +201,7 @@ def test_unreadable_entry_points_name_their_distribution(tmp_path: Path, on_path
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert "the entry_points.txt of vendor-garbled 1.0 cannot be read" in rows["vendor-garbled"]["reason"]
     on_path(site)
-    with pytest.raises(BackendError, match=r"installed: cpu, vendor-garbled"):
+    with pytest.raises(BackendError, match=r"installed: cpu, .*vendor-garbled"):
         plugins.choose("garbled")
     with pytest.raises(BackendError, match="cannot be read"):
         plugins.choose("vendor-garbled")

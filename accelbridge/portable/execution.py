@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -44,6 +44,15 @@ Site = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
 
 
+@dataclass
+class _Realised:
+    """A model that is sharded."""
+
+    modules: list[FSDPModule]
+    mode: tuple[bool, bool, bool] | None = None
+    """What the last microbatch was told to do: reduce-scatter, all-reduce, free parameters."""
+
+
 class EagerExecution(Execution):
     """One process per device; see the module's text for how layouts are realised."""
 
@@ -55,6 +64,7 @@ class EagerExecution(Execution):
         self._layout = Layout()
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
+        self._realised: dict[int, _Realised] = {}
 
     def devices_per_process(self, devices: int) -> int:
         return 1
@@ -70,6 +80,7 @@ class EagerExecution(Execution):
 
     def close(self) -> None:
         self._mesh = self._control = None
+        self._realised.clear()
         self._collectives.shutdown()
         forget_meshes()
 
@@ -116,7 +127,8 @@ class EagerExecution(Execution):
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
         options: dict[str, Any] = {
             "mesh": self._started[("dp_replicate", "dp_shard") if self._layout.dp_replicate > 1 else "dp_shard"],
-            "reshard_after_forward": self._layout.zero == 3,
+            # None: units are freed after use, the root is not, since the backward pass starts with it.
+            "reshard_after_forward": None if self._layout.zero == 3 else False,
             "shard_placement_fn": partial(_dp_placement, degree=self._layout.dp_shard),
         }
         if finish is not None:
@@ -127,9 +139,11 @@ class EagerExecution(Execution):
             fully_shard(module, mp_policy=_policy(precision), **options)
         # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
         fully_shard(model, mp_policy=_policy(precision, cast_inputs=True), **options)
-        for module in _fsdp_modules(model):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        self._realised[id(model)] = sharded = _Realised(list(_fsdp_modules(model)))
+        if self._layout.data_parallel > 1:  # one device sums anyway, and would divide by 1.0 in a pass of its own
+            for module in sharded.modules:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         if on_meta:
             model.to_empty(device=self.device)
             _tie(ties)
@@ -150,7 +164,7 @@ class EagerExecution(Execution):
         finally:
             for module in training:
                 module.training = True
-            for module in _fsdp_modules(model):
+            for module in self._realised[id(model)].modules:
                 module.reshard()  # without a backward pass, nothing else does
 
     # ---- step
@@ -159,12 +173,16 @@ class EagerExecution(Execution):
         last = index == count - 1
         whole = self._layout.zero < 3 or self._layout.dp_shard == 1
         accumulate_whole = self._layout.zero == 1 or self._layout.dp_shard == 1
-        for module in _fsdp_modules(model):
-            module.set_requires_gradient_sync(last or not accumulate_whole, recurse=False)
-            module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or not whole, recurse=False)
-        assert isinstance(model, FSDPModule)
-        model.set_is_last_backward(last)
+        mode = (last or not accumulate_whole, last, last or not whole)
+        sharded = self._realised[id(model)]
+        if mode != sharded.mode:
+            sharded.mode = mode
+            for module in sharded.modules:
+                module.set_requires_gradient_sync(mode[0], recurse=False)
+                module.set_requires_all_reduce(mode[1], recurse=False)
+                module.set_reshard_after_backward(mode[2], recurse=False)
+            assert isinstance(model, FSDPModule)
+            model.set_is_last_backward(last)
         return _nothing()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -198,8 +216,12 @@ class EagerExecution(Execution):
         sizes = gradient.device_mesh.shape
         return math.prod(n for n, p in zip(sizes, gradient.placements, strict=True) if p.is_replicate())
 
-    def end_step(self) -> None:
-        return None  # eager devices run as they are called
+    def scalar(self, value: float) -> float:
+        return value
+
+    def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # Eager devices run as they are called. A captured step reuses its output buffers, hence copies.
+        return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in (values or {}).items()}
 
     # ---- state
 

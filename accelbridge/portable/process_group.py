@@ -220,6 +220,20 @@ def _listed(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
+_BY_KIND = ("allreduce", "broadcast", "all_gather_single", "reduce_scatter_single")
+"""The calls of a step, whose lowerings go by dtype, reduce op and density alone."""
+
+
+def _kind(call: Call) -> tuple[Any, ...] | None:
+    """What the lowerings of such a call go by; None for any other, which is looked at each time."""
+    if call.op not in _BY_KIND:
+        return None
+    tensors = [t for part in (call.outputs, call.inputs) if part is not None for t in _listed(part)]
+    if not all(t.is_contiguous() for t in tensors):
+        return None
+    return (call.op, call.reduce_op, *(t.dtype for t in tensors))
+
+
 class InterposedGroup(dist.ProcessGroup):
     """A process group that hands every call to ``inner`` after the guard has compared it and the lowerings
     have rewritten it. A call that no lowering touches returns the inner group's own work, as asynchronous as
@@ -232,6 +246,8 @@ class InterposedGroup(dist.ProcessGroup):
         self._backend_name = name
         self._inner = _Inner(inner)
         self._rewrites = select(lowerings)
+        self._untouched: set[tuple[Any, ...] | None] = set()
+        """Kinds of calls that no lowering has anything to say about."""
         self._coalesced: list[tuple[list[Finish], list[Tensor]]] | None = None
         ranks = list(request.global_ranks_in_group) or list(range(request.group_size))
         store = dist.PrefixStore("guard/", request.store)
@@ -240,11 +256,13 @@ class InterposedGroup(dist.ProcessGroup):
     def _run(self, call: Call) -> Any:
         if self._guard is not None:
             self._guard.compare(call)
-        if not self._rewrites:
+        if not self._rewrites or (kind := _kind(call)) in self._untouched:
             return self._inner.issue(call)
         with torch.no_grad():
             plan = lower(call, self._rewrites, self._inner)
         work = self._inner.issue(plan.call)
+        if plan.call is call and kind is not None:
+            self._untouched.add(kind)
         if not plan.finish:
             return work
         outputs = list(flatten(call.outputs))

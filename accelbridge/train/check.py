@@ -140,6 +140,8 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
                 f'precision.{section} "{dtype}" asked; {support.reason}; choose another dtype, '
                 "or see 'accelbridge explain'"
             )
+    if config.memory.recompute != "none" and not capabilities.recompute:
+        raise ConfigError(f"memory.recompute asked; {capabilities.recompute.reason}; set memory.recompute: none")
     if config.train.deterministic and not capabilities.deterministic:
         raise ConfigError(
             f"train.deterministic asked; {capabilities.deterministic.reason}; set train.deterministic: false"

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import count
@@ -119,8 +119,11 @@ class Metrics:
         """Whether to flush after ``step``: at each multiple of the interval, and at the run's last step."""
         return step % self._interval == 0 or step >= self._facts.total_steps
 
-    def flush(self) -> list[dict[str, Any]]:
+    def flush(self, total: Callable[[Tensor], Tensor] | None = None) -> list[dict[str, Any]]:
         """Wait for the device, write one line per pending step and return these lines, oldest first.
+
+        ``total`` adds the losses of a tensor [steps] up over all replicas, where each rank has recorded its share:
+        one reduction for the whole interval, in which every rank has to take part.
 
         In what is returned, values that aren't finite are ordinary floats (the texts are only in the file).
 
@@ -134,6 +137,11 @@ class Metrics:
         if not pending:
             return []
         began = time.perf_counter()
+        if total is not None:
+            import torch
+
+            losses = total(torch.stack([line["loss"] for line in pending])).tolist()
+            pending = [{**line, "loss": loss} for line, loss in zip(pending, losses, strict=True)]
         lines = [{name: _read(value) for name, value in line.items()} for line in pending]
         waited = time.perf_counter() - began
         self._add_rates(lines, waited)
@@ -171,8 +179,8 @@ class Metrics:
 
 
 def _keep(value: Any) -> Any:
-    """A private copy on the device: a captured step reuses its output buffers, and a loss keeps its graph."""
-    return value.detach().clone() if hasattr(value, "detach") else value
+    """Without its graph, which a loss would keep. It is no copy: :meth:`Execution.end_step` has made what lasts."""
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def _read(value: Any) -> Any:

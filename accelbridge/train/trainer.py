@@ -156,7 +156,10 @@ class Trainer:
         return Result(self.step, line.get("loss"), validation_loss, stopped, self.prepared.output)
 
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """One optimizer update. Returns device scalars; nothing here waits for the device."""
+        """One optimizer update. Returns device scalars; nothing here waits for the device.
+
+        ``loss`` is this replica's share of the step's mean loss; the metrics add the shares up when they are read.
+        """
         execution, model, scale = self.execution, self.model, self._loss_scale
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
@@ -172,9 +175,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate, execution.scalar)
         values = self._update(rate)
-        loss = execution.sum(total)
-        execution.end_step()
-        return {"loss": loss, "tokens": targets, **values}
+        return execution.end_step({"loss": total, "tokens": targets, **values})
 
     def _update(self, rate: float) -> dict[str, Any]:
         """Clip the gradients, update and clear them; what the metrics say of it."""
@@ -316,10 +317,11 @@ class Trainer:
         root = prepared.output / CHECKPOINTS
         group = self.execution.control_group
         materialise_state(self.optimizer)
+        self.execution.end_step()  # else this work would be in the first step's graph
         if prepared.resume is not None:
             verify(prepared.resume.path, prepared.resume.manifest, group)
             state = self._state()
-            left_out = _absent(prepared.resume.manifest, world.size)
+            left_out = _absent(prepared.resume.manifest, world.size, self.plan.backend)
             state = {name: t for name, t in state.items() if not name.startswith(left_out)}
             load(prepared.resume.path, state, group)
             self._restore(state)
@@ -372,7 +374,7 @@ class Trainer:
     def _read_metrics(self) -> dict[str, Any]:
         """Read the pending values, and notice a background save that has failed."""
         self.checkpointer.poll()
-        lines = self.metrics.flush()
+        lines = self.metrics.flush(self.execution.sum)
         self.progress.update(lines[-1])
         return lines[-1]
 
@@ -420,11 +422,12 @@ class Trainer:
             self.prepared.target.backend.device.set_rng_state(rng)
 
 
-def _absent(manifest: Manifest, world_size: int) -> tuple[str, ...]:
-    """Prefixes of entries that a checkpoint has not, or has for other ranks; they stay as they start."""
-    other_world = manifest.world_size != world_size
+def _absent(manifest: Manifest, world_size: int, backend: str) -> tuple[str, ...]:
+    """Prefixes of entries that a checkpoint has not, or has for other ranks or another kind of device; they stay as
+    they start."""
+    same_ranks = manifest.world_size == world_size and manifest.plan.get("backend") == backend
     unscaled = manifest.plan.get("recipe", {}).get("precision.compute") != "float16"
-    return (*(("rng.",) if other_world else ()), *((PREFIX,) if unscaled else ()))
+    return (*(() if same_ranks else ("rng.",)), *((PREFIX,) if unscaled else ()))
 
 
 def _packed(prepared: Prepared, split: str) -> Samples | None:

@@ -1,0 +1,133 @@
+"""Facts of the XLA backend: what is probed, what is claimed, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import ClassVar
+
+from accelbridge.backend import (
+    FULL,
+    Backend,
+    Capabilities,
+    Collectives,
+    Device,
+    DeviceInfo,
+    Execution,
+    Implementation,
+    Probe,
+    Request,
+    Support,
+    unsupported,
+)
+from accelbridge_xla import hardware
+
+OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "cross_entropy", "adamw")
+MOVES = ("all_gather", "broadcast", "all_to_all")
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+_BFLOAT16 = (
+    "under spmd, XLA sums the gradients of data-parallel devices in the dtype of the product that makes them, so "
+    "precision.reduce float32 would not be kept"
+)
+_FLOAT16 = "TPUs have no float16 arithmetic"
+_FLOAT8 = "fp8 products are not built yet"
+
+
+class XlaBackend(Backend):
+    """PyTorch/XLA: lazy tensors, the GSPMD partitioner, PJRT."""
+
+    name: ClassVar[str] = "xla"
+    api_version: ClassVar[tuple[int, int]] = (1, 0)
+    device_type: ClassVar[str] = "xla"
+    process_group: ClassVar[str] = "none"
+    """One process per host, and one host: no torch.distributed group exists."""
+    accelerator: ClassVar[bool] = True
+
+    @classmethod
+    def probe(cls) -> Probe:
+        software = {name: found for name in ("torch", "torch_xla", "libtpu") if (found := _version(name))}
+        facts = {"host": platform.node(), "python": platform.python_version()}
+        if find_spec("torch_xla") is None:
+            return Probe(False, "torch_xla is not installed", software=software, facts=facts)
+        if mismatch := _mismatch(software):
+            return Probe(False, mismatch, software=software, facts=facts)
+        found = hardware.find()
+        if not found.count:
+            return Probe(False, found.reason, software=software, facts=facts)
+        if found.chip != hardware.VIRTUAL and "libtpu" not in software:
+            reason = f"{found.reason}, but libtpu is not installed; install torch_xla[tpu]"
+            return Probe(False, reason, software=software, facts=facts)
+        devices = tuple(DeviceInfo(index, found.chip) for index in range(found.count))
+        return Probe(True, found.reason, devices, software, facts)
+
+    @classmethod
+    def capabilities(cls, chip: str, software: Mapping[str, str]) -> Capabilities:
+        return Capabilities(
+            chip=hardware.chip(chip),
+            table=_table(),
+            layout_axes=("dp_replicate", "dp_shard", "tp"),
+            recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
+            pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
+        )
+
+    @cached_property
+    def device(self) -> Device:
+        from accelbridge_xla.device import XlaDevice
+
+        return XlaDevice()
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        from accelbridge_xla.collectives import XlaCollectives
+
+        return XlaCollectives()
+
+    @cached_property
+    def execution(self) -> Execution:
+        from accelbridge_xla.execution import XlaExecution
+
+        return XlaExecution(self.device)
+
+    def implementations(self) -> Sequence[Implementation]:
+        adamw = Implementation("adamw", "on_device", _adamw_supports, lambda: self.execution.adamw)  # type: ignore
+        return (*super().implementations(), adamw)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _mismatch(software: Mapping[str, str]) -> str | None:
+    """torch_xla is built against one minor version of torch and fails to load with any other."""
+    minors = {name: ".".join(software.get(name, "").split(".")[:2]) for name in ("torch", "torch_xla")}
+    if minors["torch"] == minors["torch_xla"]:
+        return None
+    return (
+        f"torch_xla {software.get('torch_xla')} is built for torch {minors['torch_xla']}, and torch "
+        f"{software.get('torch')} is installed; use an environment with both of one version"
+    )
+
+
+def _adamw_supports(request: Request) -> Support:
+    if request.dtype != "float32":
+        return unsupported(f"updates float32 parameters, not {request.dtype}")
+    return FULL
+
+
+def _table() -> dict[tuple[str, str, str], Support]:
+    """Ops x dtype x variant. Collectives are those that the partitioner puts into the program."""
+    table: dict[tuple[str, str, str], Support] = {(op, "float32", ""): FULL for op in (*OPS, *MOVES)}
+    table |= {(op, "float32", kind): FULL for op in REDUCTIONS for kind in ("sum", "max")}
+    for op in OPS:
+        table[op, "bfloat16", ""] = unsupported(_BFLOAT16)
+        table[op, "float16", ""] = unsupported(_FLOAT16)
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        table["scaled_mm", dtype, ""] = unsupported(_FLOAT8)
+    return table

@@ -1,0 +1,137 @@
+"""Scenes that need the XLA runtime, in a process of their own: it is started once per process, with its devices.
+
+    python worker.py train FOLDER   |   python worker.py layouts FOLDER
+
+Each writes FOLDER/found.json (and tensors beside it), which the tests read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelbridge import ops
+from accelbridge.backend import Precision, World
+from accelbridge.models.config import ModelConfig
+from accelbridge.models.decoder import Decoder
+from accelbridge.models.init import initial_values
+from accelbridge.parallel.layout import Layout
+from accelbridge.train.trainer import Trainer
+from accelbridge_xla.backend import XlaBackend
+from accelbridge_xla.vendor import sdk
+
+HALF = 10
+"""The step of the checkpoint from which runs are resumed."""
+LAYOUTS = {
+    "2x2": (Layout(dp_shard=2, tp=2), 64),
+    "replicated": (Layout(dp_replicate=2, dp_shard=2, zero=2), 64),
+    "sequence_parallel": (Layout(dp_shard=2, tp=2, zero=1, sequence_parallel=True), 64),
+    "uneven": (Layout(dp_shard=2, tp=2), 61),
+}
+"""Layout and size of the vocabulary; 61 is divided by nothing."""
+
+
+def main(scene: str, folder: Path) -> None:
+    found = {"train": train, "layouts": layouts}[scene](folder)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def copy_half(folder: Path, source: str, target: str) -> None:
+    """The run ``target`` starts with the checkpoint that ``source`` wrote half way."""
+    where = f"checkpoints/step_{HALF}"
+    shutil.copytree(folder / f"run-{source}" / where, folder / f"run-{target}" / where)
+
+
+def counters() -> dict[str, int]:
+    """Compilations so far, and calls of operations that fell back to the host."""
+    metrics = sdk("debug.metrics")
+    compiled = metrics.metric_data("CompileTime")
+    fallbacks = {name: metrics.counter_value(name) for name in metrics.counter_names() if "aten::" in name}
+    return {"compiled": compiled[0] if compiled else 0, **fallbacks}
+
+
+def places_of(trainer: Trainer) -> dict[str, list[str]]:
+    """Sharding of each parameter and of its moments, as the runtime says."""
+    spec = sdk()._XLAC._get_xla_sharding_spec
+    state = trainer.optimizer.state
+    return {n: [spec(p), spec(state[p]["exp_avg"])] for n, p in trainer.model.named_parameters()}
+
+
+class CountingTrainer(Trainer):
+    """Notes the counters after each step."""
+
+    def train_step(self, microbatches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        values = super().train_step(microbatches)
+        self.counters = [*getattr(self, "counters", []), counters()]
+        return values
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """Twenty steps at 2 x 2; the last ten again from our own checkpoint, and from one of the CPU's."""
+    found: dict[str, Any] = {}
+    for name, source in {"whole": None, "own": "whole", "from_cpu": "cpu"}.items():
+        if source is not None:
+            copy_half(folder, source, name)
+        resume = "auto" if source is not None else "none"
+        trainer = CountingTrainer(folder / f"{name}.json", backend="xla", resume=resume)
+        found[f"{name}_start"] = trainer.step
+        trainer.fit()
+        if name == "whole":
+            found |= {"counters": trainer.counters, "places": places_of(trainer)}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- layouts
+
+
+def batch(vocabulary: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, vocabulary, (4, 17), generator=generator)
+    segments = (torch.arange(16) > 8).to(torch.int32).expand(4, 16).contiguous()
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous(), "segments": segments}
+
+
+def config(vocabulary: int) -> ModelConfig:
+    return ModelConfig(vocab_size=vocabulary, dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48)
+
+
+def gradients(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(data["tokens"], data["segments"])
+    loss = ops.cross_entropy(logits.flatten(0, -2), data["targets"].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def layouts(folder: Path) -> dict[str, Any]:
+    """Gradients and norm of one batch in each layout."""
+    found: dict[str, Any] = {}
+    for name, (layout, vocabulary) in LAYOUTS.items():
+        with torch.device("meta"):
+            model = Decoder(config(vocabulary))
+
+        def values(name: str, shape: tuple[int, ...], rows: range, model: Decoder = model) -> torch.Tensor:
+            return initial_values(0, name, shape, rows, model.initialiser(name))
+
+        execution = XlaBackend().execution
+        execution.start(None, World(), layout, 60.0, False)  # type: ignore[arg-type] (spmd on one host needs no store)
+        execution.realise(model, model.sharding_spec(), Precision(), values)
+        loss = gradients(model, execution.place(batch(vocabulary)))
+        norm = execution.clip_grad_norm(model, None)
+        execution.end_step()
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        torch.save(grads, folder / f"{name}.pt")
+        found[name] = {"loss": loss.item(), "norm": norm.item(), "layout": asdict(layout)}
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
