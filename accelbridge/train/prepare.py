@@ -421,7 +421,7 @@ def _plan(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout),
+        wire=_wire(config, layout, gathers=provided.loss and provided.vocab_head),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -442,8 +442,9 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:
-    """Collectives that the layout issues, with what travels on the wire."""
+def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str, str, str]]:
+    """Collectives that the layout issues, with what travels on the wire. ``gathers``: logits too, for a loss of the
+    script's own."""
     compute, reduce = config.precision.compute, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
@@ -454,6 +455,8 @@ def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:
     if layout.tp > 1:
         wire["all_reduce", compute, "sum"] = None
         wire["all_reduce", "float32", "max"] = None  # of the cross-entropy
+    if layout.tp > 1 and gathers:
+        wire["all_gather", compute, ""] = None
     if layout.sequence_parallel:
         wire["all_gather", compute, ""] = None
         wire["reduce_scatter", compute, "sum"] = None
