@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import traceback
 
 from accelbridge import Trainer, load_backend, ops
 from accelbridge.backend import Execution, Precision, World
@@ -187,8 +188,7 @@ FLOAT = Precision("float32", "float32", "float32")
 def realised(
     execution: Execution, model: nn.Module, precision: Precision = FLOAT, spec: ShardingSpec | None = None
 ) -> nn.Module:
-    spec = spec or model.sharding_spec()  # type: ignore[operator]
-    return execution.realise(model, spec, precision, initialiser(model, SEED))
+    return execution.realise(model, spec or sharding_spec(model, Layout()), precision, initialiser(model, SEED))
 
 
 def backward(
@@ -256,6 +256,11 @@ def logits_for(kind: str) -> tuple[Tensor, Tensor]:
     return logits.to(dtype), targets
 
 
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def losses_of_split_logits(ctx: Rank) -> dict[str, tuple[float, float]]:
     """Relative errors of loss and gradient against float64, by kind."""
     found = {}
@@ -266,7 +271,7 @@ def losses_of_split_logits(ctx: Rank) -> dict[str, tuple[float, float]]:
             expected = F.cross_entropy(exact, targets, reduction="sum")
             (3 * expected).backward()
             mine = logits.chunk(ctx.size, 1)[ctx.rank].clone().requires_grad_()
-            loss = ops.reference("vocab_parallel_cross_entropy")(mine, targets, dist.group.WORLD)
+            loss = ops.vocab_parallel_cross_entropy(mine, targets, _world())
             (3 * loss).backward()
             assert loss.dtype == torch.promote_types(logits.dtype, torch.float32)
             assert mine.grad is not None
@@ -277,7 +282,7 @@ def losses_of_split_logits(ctx: Rank) -> dict[str, tuple[float, float]]:
             found[kind] = error, (mine.grad.double() - part).abs().max().item()
         unknown = torch.full((24,), 16)
         with pytest.raises((IndexError, RuntimeError), match="out of"):
-            ops.vocab_parallel_cross_entropy(torch.zeros(24, 16 // ctx.size), unknown, dist.group.WORLD)
+            ops.vocab_parallel_cross_entropy(torch.zeros(24, 16 // ctx.size), unknown, _world())
     return found
 
 
@@ -308,7 +313,7 @@ def bytes_of_the_loss(ctx: Rank) -> list[tuple[str, int]]:
     logits, targets = logits_for("plain")
     mine = logits.chunk(ctx.size, 1)[ctx.rank].clone().requires_grad_()
     with started(ctx, "bytes", check=True, tp=ctx.size), recorded() as calls:
-        ops.vocab_parallel_cross_entropy(mine, targets, dist.group.WORLD).backward()
+        ops.vocab_parallel_cross_entropy(mine, targets, _world()).backward()
     return calls
 
 
@@ -583,6 +588,9 @@ def trainers_one_after_another(ctx: Rank, folder: Path) -> dict[str, list[float]
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     sequence = {"tp": 2, "sequence_parallel": True}
+    compiled = (
+        "selective" if hasattr(traceback, "annotate") else "full"
+    )  # what torch below 2.10 cannot compile is refused
     runs: dict[str, dict[str, Any]] = {
         "shard": {},
         "tp": {"parallel": {"tp": 2}},
@@ -590,7 +598,7 @@ def trainers_one_after_another(ctx: Rank, folder: Path) -> dict[str, list[float]
         "full": {"parallel": sequence, "memory": {"recompute": "full"}},
         "selective": {"parallel": sequence, "memory": {"recompute": "selective"}},
         "replicate": {"parallel": {"dp_replicate": 2}},
-        "compiled": {"parallel": sequence, "train": {"compile": True}, "memory": {"recompute": "selective"}},
+        "compiled": {"parallel": sequence, "train": {"compile": True}, "memory": {"recompute": compiled}},
         "own loss": {"model": None, "own": _own(Net), "loss": OwnLoss(), "parallel": {"tp": 2}},
         "own loss, sequence": {"own": _own(Net, gated=False), "loss": OwnLoss(), "parallel": sequence},
         "own loss, dataclass": {"own": _own(Scored), "loss": OwnLoss(), "parallel": {"tp": 2}},
@@ -878,6 +886,12 @@ def _changed(change: Callable[[Net], Any]) -> Net:
     return model
 
 
+def _ffn(model: nn.Module) -> nn.Sequential:
+    found = model.get_submodule("blocks.0.ffn")
+    assert isinstance(found, nn.Sequential)
+    return found
+
+
 def _styled(**styles: str) -> Net:
     """The model with other styles; "-" leaves one out."""
     model = Net(Sizes(), gated=False)
@@ -919,7 +933,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = 
         ["no vocab_head, so nothing would gather the sequence again"],
     ),
     "tied": (
-        lambda: _changed(lambda m: setattr(m.blocks[0].ffn[2], "weight", m.blocks[0].ffn[0].weight)),
+        lambda: _changed(lambda m: setattr(_ffn(m)[2], "weight", _ffn(m)[0].weight)),
         {},
         ["are one parameter, and the sharding spec splits them differently"],
     ),
@@ -944,12 +958,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = 
         ["head.extra (3,) is split along dimension 0", "3 is not a multiple of 2", "or give the module another style"],
     ),
     "torch's dropout": (
-        lambda: _changed(lambda m: m.blocks[0].ffn.append(nn.Dropout(0.1))),
+        lambda: _changed(lambda m: _ffn(m).append(nn.Dropout(0.1))),
         {},
         ['module "blocks.0.ffn.3" (Dropout) draws from each device\'s own', "use accelbridge.models.Dropout"],
     ),
     "dropout anywhere": (
-        lambda: _changed(lambda m: m.blocks[0].ffn.insert(1, Dropout(0.1))),
+        lambda: _changed(lambda m: _ffn(m).insert(1, Dropout(0.1))),
         {},
         ['module "blocks.0.ffn.1" (Dropout) has no style', '"hidden" on the residual stream'],
     ),
