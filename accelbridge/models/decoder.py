@@ -17,25 +17,10 @@ from accelbridge.backend import Mask
 from accelbridge.models.config import ModelConfig
 from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.models.init import ONES, Init, initial_values
+from accelbridge.models.shapes import DECODER_SPEC
 from accelbridge.parallel.spec import ShardingSpec
 
 _STD = 0.02
-
-_TENSOR_PARALLEL = {
-    "embed": "vocab_embedding",
-    "*_dropout": "hidden",
-    "layers.*.*_norm": "hidden",
-    "layers.*.*_dropout": "hidden",
-    "layers.*.attention": "enter",
-    "layers.*.attention.[qkv]": "column",
-    "layers.*.attention.o": "row",
-    "layers.*.ffn": "enter",
-    "layers.*.ffn.gate": "column",
-    "layers.*.ffn.up": "column",
-    "layers.*.ffn.down": "row",
-    "norm": "hidden",
-    "head": "vocab_head",
-}
 
 
 class Linear(nn.Linear):
@@ -231,7 +216,7 @@ class Decoder(nn.Module):
 
     def sharding_spec(self) -> ShardingSpec:
         """Each layer is gathered on its own; heads, the feed-forward and the vocabulary are split over tp."""
-        return ShardingSpec(units=("layers.*",), tensor_parallel=_TENSOR_PARALLEL)
+        return DECODER_SPEC
 
     def attention_needs(self, segments: bool = False) -> frozenset[str]:
         """What this model asks of the op attention (see :class:`~accelbridge.backend.Request`).

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from accelbridge.errors import ConfigError
+from accelbridge.parallel.spec import ShardingSpec
 
 # Names of transformers 4.50 to 5.24, integrations/tensor_parallel.py; "colwise_rep" became "colwise_gather_output".
 _STYLES: dict[str, str] = {
@@ -22,7 +23,8 @@ _GATHERED = ("colwise_rep", "colwise_gather_output")
 def tensor_parallel_of(model: nn.Module) -> Mapping[str, str] | None:
     """Styles by pattern from the model's ``_tp_plan``; None where it has none.
 
-    What the plan leaves out stays whole. Raises ConfigError for a style that has no counterpart here.
+    What the plan leaves out stays whole. Raises ConfigError for a style that has no counterpart here, and for what
+    is left out right beside modules that are split.
     """
     plan: Mapping[str, str] | None = getattr(model, "_tp_plan", None)
     if not plan:
@@ -38,7 +40,25 @@ def tensor_parallel_of(model: nn.Module) -> Mapping[str, str] | None:
                 "sharding_spec() on the model"
             )
         styles[pattern] = style
+    _check_left_out(model, styles)
     return {**styles, **_vocabulary(model, head, styles), **_whole(model, styles)}
+
+
+def _check_left_out(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Beside a column, a module may work on its share of the features, as norms of queries and keys do (plans of
+    transformers 4 leave them out): whole parameters would then get a share of their gradient, without an error."""
+    spec = ShardingSpec(tensor_parallel=styles)
+    owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    regions = {name.rpartition(".")[0]: name for name in owners if spec.style(name) in ("column", "row")}
+    for name, module in owners.items():
+        region = name if name in regions else name.rpartition(".")[0]
+        if region in regions and spec.style(name) is None:
+            raise ConfigError(
+                f'parallel.tp asked; the _tp_plan of {type(model).__name__} says nothing of "{name}" '
+                f"({type(module).__name__}), beside {regions[region]}, which it splits; set parallel.tp: 1, or define "
+                'sharding_spec() on the model, which gives it a style: "heads" if it works on each head by itself, '
+                '"replicated" on whole activations'
+            )
 
 
 def check_heads(model: nn.Module, tp: int) -> None:

@@ -1,8 +1,29 @@
-"""Names and shapes of a decoder's parameters, for what is decided before torch is loaded."""
+"""Names and shapes of a decoder's parameters and how they may be split, for what is decided before torch is loaded."""
 
 from __future__ import annotations
 
 from accelbridge.models.config import ModelConfig
+from accelbridge.parallel.spec import ShardingSpec
+
+DECODER_SPEC = ShardingSpec(
+    units=("layers.*",),
+    tensor_parallel={
+        "embed": "vocab_embedding",
+        "*_dropout": "hidden",
+        "layers.*.*_norm": "hidden",
+        "layers.*.*_dropout": "hidden",
+        "layers.*.attention": "enter",
+        "layers.*.attention.[qkv]": "column",
+        "layers.*.attention.o": "row",
+        "layers.*.ffn": "enter",
+        "layers.*.ffn.gate": "column",
+        "layers.*.ffn.up": "column",
+        "layers.*.ffn.down": "row",
+        "norm": "hidden",
+        "head": "vocab_head",
+    },
+)
+"""Of :class:`accelbridge.models.decoder.Decoder`."""
 
 
 def decoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -34,7 +34,8 @@ def vocab_parallel_cross_entropy(
 
     ``logits_NV [N, V / size]`` are this rank's columns, ``targets_N`` count over the whole vocabulary and are equal
     on all ranks, as is the result. Two reductions of N and 2 N float32 numbers travel, never logits. The gradient
-    needs none: it is that of this rank's columns alone.
+    needs none: it is that of this rank's columns alone. A target outside the vocabulary fails as in
+    :func:`cross_entropy`, on all ranks.
     """
     if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
         raise ValueError(
@@ -55,7 +56,9 @@ class _VocabParallel(torch.autograd.Function):
         local_N = targets_N - dist.get_rank(group) * columns
         counted = targets_N != ignore_index
         here = counted & (local_N >= 0) & (local_N < columns)
-        local_N = torch.where(here, local_N, 0)
+        known = (targets_N >= 0) & (targets_N < columns * dist.get_world_size(group))
+        # Looked up as 0 where another rank has it; one that no rank has stays as it is, and fails below.
+        local_N = torch.where(here | (counted & ~known), local_N, 0)
         picked_N = torch.where(here, shifted.gather(-1, local_N.unsqueeze(-1)).squeeze(-1), 0.0)
         weights = shifted.exp_()
         sums_2N = torch.stack((weights.sum(-1), picked_N))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+
+from accelbridge.errors import ConfigError
+from accelbridge.parallel.layout import Layout
 
 STYLES: dict[str, str] = {
     "enter": "a container whose first input is gathered once for all columns in it",
@@ -53,6 +56,32 @@ class ShardingSpec:
     def style(self, name: str) -> str | None:
         """How the module ``name`` lies on tp, by the first pattern that matches; None if nothing is said."""
         return next((style for pattern, style in self.tensor_parallel.items() if _matches(name, pattern)), None)
+
+
+def data_parallel_dim(part: Sequence[int], degree: int) -> int | None:
+    """The dimension along which data parallel splits a part of what tp has split along dimension 0.
+
+    FSDP2 splits it evenly or not at all, so that is the first one that ``degree`` divides; None: there is none.
+    """
+    return next((dim for dim, length in enumerate(part) if length % degree == 0), None)
+
+
+def check_data_parallel(layout: Layout, spec: ShardingSpec, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError for a parameter (full name -> full shape) of which ``layout`` cannot split the parts."""
+    if layout.tp == 1:
+        return
+    for name, shape in shapes.items():
+        owner, _, attribute = name.rpartition(".")
+        style = spec.style(owner)
+        if style is None or split_dim(style, attribute) != 0:
+            continue
+        part = (shape[0] // layout.tp, *shape[1:])
+        if data_parallel_dim(part, layout.dp_shard) is None:
+            raise ConfigError(
+                f"parallel.dp_shard {layout.dp_shard} asked; {name} {tuple(shape)} is split over tp {layout.tp} along "
+                f"dimension 0, and no dimension of a part {part} is a multiple of {layout.dp_shard}; set another "
+                "parallel.dp_shard (the rest may be parallel.dp_replicate), or another parallel.tp"
+            )
 
 
 def _matches(name: str, pattern: str) -> bool:

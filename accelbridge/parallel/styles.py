@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from torch import Tensor, nn
 
 from accelbridge.errors import ConfigError
+from accelbridge.models.dropout import Dropout
 from accelbridge.parallel.spec import ShardingSpec, split_dim
 
 
@@ -17,12 +16,13 @@ def module_styles(model: nn.Module, spec: ShardingSpec, degree: int, sequence_pa
     styles: dict[str, str] = {}
     owners: dict[int, tuple[str, int | None]] = {}
     for name, module in model.named_modules():
+        _check_dropout(name, module, spec.style(name), degree)
         parameters = dict(module.named_parameters(recurse=False))
         style = spec.style(name)
         if style is None and parameters:
             raise ConfigError(
-                f'parallel.tp {degree} asked; the sharding spec gives no style to module "{name}" '
-                f"({type(module).__name__}), which holds {', '.join(parameters)}; add it to "
+                f"parallel.tp {degree} asked; the sharding spec gives no style to {_called(name, module)}, which "
+                f"holds {', '.join(parameters)}; add it to "
                 'ShardingSpec(tensor_parallel={...}), "replicated" where it is to stay whole'
             )
         if style is None:
@@ -61,36 +61,83 @@ def _check_module(name: str, module: nn.Module, style: str, degree: int, sequenc
             f'parallel.tp {degree} asked; module "{name}" has the style {style}, which splits a weight of two '
             "dimensions, and it has none; correct its sharding spec"
         )
-    if weight.shape[dim] % degree:
+    for attribute, parameter in module.named_parameters(recurse=False):
+        _check_divides(f"{name}.{attribute}", parameter, split_dim(style, attribute), degree)
+    if style == "vocab_embedding":
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option, None):
+                raise ConfigError(
+                    f'parallel.tp {degree} asked; embedding "{name}" has {option}, which needs the whole embedding '
+                    f"and all its tokens in one place; remove {option}"
+                )
+
+
+def _check_divides(name: str, parameter: Tensor, dim: int | None, degree: int) -> None:
+    if dim is None:
+        return
+    shape = tuple(parameter.shape)
+    if len(shape) <= dim or shape[dim] % degree:
+        found = f"{shape[dim]} is not a multiple of {degree}" if len(shape) > dim else "it has no such dimension"
         raise ConfigError(
-            f"parallel.tp {degree} asked; {name}.weight {tuple(weight.shape)} is split along dimension {dim}, "
-            f"and {weight.shape[dim]} is not a multiple of {degree}; set parallel.tp to one of its divisors"
-        )
-    if getattr(module, "max_norm", None) is not None:
-        raise ConfigError(
-            f'parallel.tp {degree} asked; embedding "{name}" has max_norm, which needs whole rows of every device; '
-            "remove max_norm"
+            f"parallel.tp {degree} asked; {name} {shape} is split along dimension {dim}, and {found}; "
+            "set parallel.tp to one of its divisors, or give the module another style"
         )
 
 
-_GUESSES: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.Embedding, "vocab_embedding"),
-    (nn.Linear, "column"),
-    (nn.Module, "replicated"),
-)
+def _check_dropout(name: str, module: nn.Module, style: str | None, degree: int) -> None:
+    """Dropout has no parameters, so that nothing else would miss its style."""
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        raise ConfigError(
+            f"parallel.tp {degree} asked; {_called(name, module)} draws from each device's own generator, so that "
+            "devices that hold the same activations would drop others; use accelbridge.models.Dropout"
+        )
+    if isinstance(module, Dropout) and module.p > 0 and style not in ("hidden", "replicated"):
+        raise ConfigError(
+            f"parallel.tp {degree} asked; {_called(name, module)} has {f'the style {style}' if style else 'no style'}; "
+            'its masks are known for whole features alone: give it "hidden" on the residual stream, "replicated" on '
+            "other whole activations, or remove it between a column and a row"
+        )
+
+
+def _called(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f'module "{name}" ({kind})' if name else f'the model itself ({kind}; its name is "")'
+
+
+def _pattern(model: nn.Module, name: str) -> str:
+    """``name`` with a star for numbers in a ModuleList; those in a Sequential stand for modules of different kinds."""
+    parts = name.split(".")
+    owners = [".".join(parts[:i]) for i in range(len(parts))]
+    return ".".join(
+        "*" if isinstance(model.get_submodule(owner), nn.ModuleList) else part
+        for owner, part in zip(owners, parts, strict=True)
+    )
 
 
 def _without_spec(model: nn.Module, spec: ShardingSpec, degree: int) -> str:
-    """What to write, with the model's own names; which projections end a region only its author knows."""
+    """What to write, with the model's own names. It is right as it stands, and splits what is certain: which
+    projections begin and end a region only the model's author knows."""
     holders = {
-        re.sub(r"\.\d+(?=\.|$)", ".*", n): m for n, m in model.named_modules() if list(m.parameters(recurse=False))
+        _pattern(model, name): module
+        for name, module in model.named_modules()
+        if list(module.parameters(recurse=False))
     }
-    guesses = {n: next(style for kind, style in _GUESSES if isinstance(m, kind)) for n, m in holders.items()}
-    lines = [f'            "{name}": "{style}",' for name, style in guesses.items()]
+    vocabulary = {m.num_embeddings for m in holders.values() if isinstance(m, nn.Embedding)}
+    last = list(holders)[-1]
+    lines = []
+    for name, module in holders.items():
+        style, hint = "replicated", ""
+        if isinstance(module, nn.Embedding) and module.num_embeddings % degree == 0:
+            style = "vocab_embedding"
+        elif isinstance(module, nn.Linear) and name == last and module.out_features in vocabulary:
+            style = "vocab_head"
+        elif isinstance(module, nn.Linear):
+            hint = "  # column where it begins a region that is split, row where it ends one"
+        lines.append(f'            "{name}": "{style}",{hint}')
     return "\n".join(
         [
             f"parallel.tp {degree} asked; {type(model).__name__} does not say how it may be split; set parallel.tp: 1, "
-            "or define on it (a projection that ends a region is a row; the output projection a vocab_head):",
+            "or define on it, with from accelbridge.parallel.spec import ShardingSpec:",
             "    def sharding_spec(self):",
             f"        return ShardingSpec(units={spec.units!r}, tensor_parallel={{",
             *lines,

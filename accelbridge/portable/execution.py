@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from accelbridge.backend import Collectives, Device, Execution, Precision, Support, World, unsupported
 from accelbridge.errors import ConfigError
 from accelbridge.parallel.layout import Layout
-from accelbridge.parallel.spec import ShardingSpec
+from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
 from accelbridge.portable.dtensor_cache import forget_meshes
 from accelbridge.portable.tensor_parallel import split_model
 
@@ -115,6 +115,7 @@ class EagerExecution(Execution):
         finish: Callable[[str, nn.Module], None] | None = None,
     ) -> nn.Module:
         _check_dimensions(model)
+        check_data_parallel(self._layout, spec, {name: p.shape for name, p in model.named_parameters()})
         on_meta = _wholly_on_meta(model)
         _cast_parameters(model, getattr(torch, precision.params))
         if self._layout.tp > 1:
@@ -297,18 +298,12 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def _dp_placement(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """Which dimension data parallel splits: FSDP2 needs an even split of what tp splits along the same one, so
-    that goes along the other dimension where dimension 0 doesn't divide."""
+    """Which dimension data parallel splits, see :func:`data_parallel_dim`."""
     if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
         return None  # dimension 0, whatever its length
-    local = parameter.to_local().shape
-    even = next((dim for dim, length in enumerate(local) if length % degree == 0), None)
-    if even is None:
-        raise ConfigError(
-            f"parallel.dp_shard {degree} asked; a parameter {tuple(parameter.shape)} is split over tp along dimension "
-            f"0, and no dimension of a part {tuple(local)} is a multiple of {degree}; set another parallel.dp_shard"
-        )
-    return Shard(even)
+    dim = data_parallel_dim(parameter.to_local().shape, degree)
+    assert dim is not None, "realise() checked it"
+    return Shard(dim)
 
 
 def _policy(precision: Precision, cast_inputs: bool = False) -> MixedPrecisionPolicy:

@@ -124,6 +124,12 @@ class _Boundary:
 
     def reduce(self, x: Tensor) -> Tensor:
         """Partial sums of all devices -> hidden."""
+        if self.sequence_parallel and x.dim() < 3:
+            raise ConfigError(
+                f"parallel.sequence_parallel asked; a module that leaves the residual stream [B, S, ...] left "
+                f"{tuple(x.shape)}, without a batch or a sequence to split; give it that shape, or set "
+                "parallel.sequence_parallel: false"
+            )
         if self.sequence_parallel and x.shape[SEQUENCE_DIM] % self.mesh.size():
             raise ConfigError(
                 f"parallel.sequence_parallel asked; a sequence of {x.shape[SEQUENCE_DIM]} tokens is not a multiple of "
@@ -161,8 +167,8 @@ def _row(module: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> d
     read_bias = _reader("bias", [Partial()] if boundary.sequence_parallel else None)
 
     @wraps(inner)
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        y = boundary.reduce(inner(self, x))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        y = boundary.reduce(inner(self, *args, **kwargs))
         return y + read_bias(self) if biased else y
 
     return {"forward": forward, **({"bias": property(lambda self: _hide(self))} if biased else {})}
@@ -176,8 +182,9 @@ def _hide(module: nn.Module) -> Any:
 
 def _vocab_head(_: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:
     @wraps(inner)
-    def forward(self: nn.Module, x: Tensor) -> DTensor:
-        return DTensor.from_local(inner(self, boundary.gather(x)), boundary.mesh, [Shard(-1)], run_check=False)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> DTensor:
+        args, kwargs = boundary.gather_first(args, kwargs)
+        return DTensor.from_local(inner(self, *args, **kwargs), boundary.mesh, [Shard(-1)], run_check=False)
 
     return {"forward": forward}
 
@@ -185,7 +192,8 @@ def _vocab_head(_: nn.Module, inner: Callable[..., Any], boundary: _Boundary) ->
 def _vocab_embedding(module: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:
     weight = module._parameters["weight"]
     assert isinstance(weight, DTensor)
-    rows = weight.shape[0] // boundary.mesh.size()
+    vocabulary = weight.shape[0]
+    rows = vocabulary // boundary.mesh.size()
     first = boundary.mesh.get_local_rank() * rows
     padding = getattr(module, "padding_idx", None)
     if padding is not None:  # the row whose gradient is zero
@@ -193,9 +201,10 @@ def _vocab_embedding(module: nn.Module, inner: Callable[..., Any], boundary: _Bo
 
     @wraps(inner)
     def forward(self: nn.Module, tokens: Tensor) -> Tensor:
-        # Look up what this device holds, and nothing for other tokens: the sum over devices has them all.
+        # Look up what this device holds, and nothing for other tokens: the sum over devices has them all. What no
+        # device holds fails here as it would on one device.
         local = tokens - first
-        elsewhere = (local < 0) | (local >= rows)
+        elsewhere = ((tokens >= 0) & (local < 0)) | ((local >= rows) & (tokens < vocabulary))
         found = inner(self, local.masked_fill(elsewhere, 0))
         return boundary.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 

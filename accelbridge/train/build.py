@@ -16,6 +16,7 @@ from accelbridge.models.init import Init, default_init, initial_values
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.parallel.styles import module_styles
+from accelbridge.train.check import check_tensor_parallel
 from accelbridge.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def sharding_spec(model: nn.Module, layout: Layout) -> ShardingSpec:
         units = tuple(f"{name}.*" for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
         spec = ShardingSpec(units, (tensor_parallel_of(model) if layout.tp > 1 else None) or {})
     if layout.tp > 1:
+        if isinstance(model, Decoder):
+            check_tensor_parallel(layout, model.config)
         check_heads(model, layout.tp)
         module_styles(model, spec, layout.tp, layout.sequence_parallel)
     return spec

@@ -73,8 +73,8 @@ def _supported_axes(parallel: ParallelConfig, capabilities: Capabilities) -> Non
             )
 
 
-def check_tensor_parallel(layout: Layout, model: ModelConfig | None, seq_len: int) -> None:
-    """Whether tp divides what it splits. Raises ConfigError naming the setting."""
+def check_tensor_parallel(layout: Layout, model: ModelConfig | None, seq_len: int | None = None) -> None:
+    """Whether tp divides what it splits, as far as it is known. Raises ConfigError naming the setting."""
     tp = layout.tp
     if tp == 1:
         return
@@ -86,7 +86,7 @@ def check_tensor_parallel(layout: Layout, model: ModelConfig | None, seq_len: in
             "model.ffn_dim": model.resolved_ffn_dim,
             "model.vocab_size": model.vocab_size,
         }
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and seq_len is not None:
         sizes["train.seq_len"] = seq_len
     for name, size in sizes.items():
         if size % tp:

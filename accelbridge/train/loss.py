@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Protocol
 
 import torch
@@ -60,7 +61,8 @@ class NextTokenLoss:
     """Cross-entropy of ``model(tokens)`` or ``model(tokens, segments)`` against ``targets``.
 
     The model returns logits [B, S, V], or an object with such an attribute ``logits``. Document ids are passed
-    where the model's forward has a parameter ``segments`` or ``segments_BS``; :attr:`note` says where it hasn't.
+    where the data has them and the model's forward a parameter ``segments`` or ``segments_BS``; :attr:`note` says where
+    it hasn't.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,7 +76,7 @@ class NextTokenLoss:
         return "the model takes no segments: tokens attend across the documents of a packed sample"
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        extra = {self._segments: batch["segments"]} if self._segments else {}
+        extra = {self._segments: batch["segments"]} if self._segments and "segments" in batch else {}
         logits_BSV = model(batch["tokens"], **extra)
         if not isinstance(logits_BSV, Tensor):
             raise ConfigError(
@@ -102,4 +104,13 @@ def unpack_logits(_: nn.Module, __: object, output: object) -> object:
 
 def gather_split(_: nn.Module, __: object, output: object) -> object:
     """Forward hook: whole tensors in place of those that tensor parallelism left split, for a loss that is not ours."""
-    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, output)
+    return tree_map(_gathered, output)
+
+
+def _gathered(leaf: object) -> object:
+    if isinstance(leaf, DTensor):
+        return leaf.full_tensor()
+    if is_dataclass(leaf) and not isinstance(leaf, type):  # pytrees don't look into it
+        values = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.init}
+        return replace(leaf, **{name: tree_map(_gathered, value) for name, value in values.items()})
+    return leaf

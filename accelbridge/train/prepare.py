@@ -24,8 +24,9 @@ from accelbridge.memory import choice
 from accelbridge.memory.choice import Recompute
 from accelbridge.memory.config import Selective
 from accelbridge.models.requests import decoder_requests, loss_request
-from accelbridge.models.shapes import decoder_shapes
+from accelbridge.models.shapes import DECODER_SPEC, decoder_shapes
 from accelbridge.parallel.layout import Layout
+from accelbridge.parallel.spec import ShardingSpec, check_data_parallel
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
 from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
@@ -113,6 +114,8 @@ class Provided:
     """Full name and shape of the parameters of its own model."""
     units: int = 0
     """Shard units of the script's own model."""
+    spec: ShardingSpec = field(default_factory=ShardingSpec)
+    """How the script's own model may be split."""
 
 
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
@@ -156,6 +159,7 @@ def _prepare(
         raise ConfigError(
             f"model is missing from {config.places.source}; add the section, or pass Trainer(config, model=...)"
         )
+    _check_split(config, layout, target, provided)
     if writes and config.data.train is None and "train" not in provided.data:
         raise ConfigError(
             f"data.train is missing from {config.places.source}; give the path of a token store "
@@ -178,6 +182,15 @@ def _prepare(
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
     return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+
+
+def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: Provided) -> None:
+    if target.backend.execution.model != "eager":  # where sharding is annotation, any length goes
+        return
+    if config.model is not None:
+        check_data_parallel(layout, DECODER_SPEC, decoder_shapes(config.model))
+    elif provided.parameters is not None:
+        check_data_parallel(layout, provided.spec, provided.parameters)
 
 
 def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | None:
@@ -408,7 +421,7 @@ def _plan(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout),
+        wire=_wire(config, layout, gathers=provided.loss and provided.vocab_head),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -429,8 +442,9 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:
-    """Collectives that the layout issues, with what travels on the wire."""
+def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str, str, str]]:
+    """Collectives that the layout issues, with what travels on the wire. ``gathers``: logits too, for a loss of the
+    script's own."""
     compute, reduce = config.precision.compute, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
@@ -441,6 +455,8 @@ def _wire(config: TrainConfig, layout: Layout) -> list[tuple[str, str, str]]:
     if layout.tp > 1:
         wire["all_reduce", compute, "sum"] = None
         wire["all_reduce", "float32", "max"] = None  # of the cross-entropy
+    if layout.tp > 1 and gathers:
+        wire["all_gather", compute, ""] = None
     if layout.sequence_parallel:
         wire["all_gather", compute, ""] = None
         wire["reduce_scatter", compute, "sum"] = None

@@ -299,7 +299,10 @@ class Trainer:
         recompute.bind(self.prepared.recompute, config.train.compile)
         model = self._model if self._model is not None else build_model(config)
         self._draws_dropout = bool(name_sites(model))
-        model.register_forward_hook(unpack_logits if self._loss is None else gather_split)
+        if self._loss is None:
+            model.register_forward_hook(unpack_logits)
+        elif self.prepared.layout.tp > 1:
+            model.register_forward_hook(gather_split)
         self.loss: Loss = self._loss or NextTokenLoss(model)
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
@@ -465,5 +468,6 @@ def _provided(
         vocab_head=vocab_head,
         parameters=parameters,
         units=sum(bool(name) and spec.is_unit(name) for name, _ in model.named_modules()),
+        spec=spec,
         notes=notes,
     )
