@@ -30,7 +30,7 @@ def run(launcher: list[str], name: str, output: Path, *options: str) -> str:
         capture_output=True,
         text=True,
         env=cli.environment(),
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
