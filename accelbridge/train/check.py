@@ -22,7 +22,7 @@ def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabil
         if devices % rest:
             raise ConfigError(
                 f"{_product(asked)} asked; the run has {_devices(devices)}, "
-                f"not a multiple of {rest}; set --nproc to one, or another degree"
+                f"not a multiple of {rest}; set --nproc to a multiple of {rest}, or other degrees"
             )
         dp_shard = devices // rest
     layout = Layout(

@@ -30,7 +30,7 @@ from accelbridge.parallel.spec import ShardingSpec, check_data_parallel
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
 from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
-from accelbridge.train.config import TrainConfig
+from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
 from accelbridge.train.groups import group_notes, rules
 from accelbridge.train.metrics import METRICS_FILE
 
@@ -430,10 +430,27 @@ def _plan(
         notes=notes,
     )
     plan = resolve(target.selection, target.backend, target.capabilities, inputs)
-    if config.precision.compute == "float16" and "adamw" not in plan.loaders:
-        note = "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
-        plan = replace(plan, notes=(*plan.notes, note))
+    if config.precision.compute == "float16":
+        plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale, plan)))
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
+
+
+def _loss_scale_notes(scale: LossScaleChoice, plan: ExecutionPlan) -> list[str]:
+    """What float16 adds to a step."""
+    skipped = "updates whose gradients overflow are skipped on all ranks"
+    if isinstance(scale, float | int):
+        notes = [f"loss scale: {scale:g} throughout; {skipped}"]
+    else:
+        tuned = scale if isinstance(scale, LossScaleConfig) else LossScaleConfig()
+        notes = [
+            f"loss scale: from {tuned.initial:g}, x {tuned.growth:g} after {tuned.growth_interval} updates without "
+            f"overflow, x {tuned.backoff:g} after one; {skipped}"
+        ]
+    if "adamw" not in plan.loaders:
+        notes.append(
+            "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
+        )
+    return notes
 
 
 def _update(config: TrainConfig) -> Request:
