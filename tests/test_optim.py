@@ -90,7 +90,7 @@ def test_settings_that_cannot_be(text: str, line: int, parts: list[str], tmp_pat
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_a_rate_is_made_once_per_distinct_value() -> None:
+def test_a_rate_is_made_once_per_distinct_scale() -> None:
     config = OptimizerConfig(
         groups=[{"pattern": "0.*", "lr_scale": 0.5}, {"pattern": "1.*", "weight_decay": 0.3}]  # type: ignore[list-item]
     )
@@ -106,6 +106,8 @@ def test_a_rate_is_made_once_per_distinct_value() -> None:
     assert len(optimizer.param_groups) == 5
     assert all(float(g["lr"]) == pytest.approx(0.4 * g["lr_scale"]) for g in optimizer.param_groups)
     assert len({id(g["lr"]) for g in optimizer.param_groups}) == 2
+    set_learning_rate(optimizer, 0.0, scalar)
+    assert len({id(g["lr"]) for g in optimizer.param_groups}) == 2, "a rate of 0 shares no more than another"
 
 
 # --------------------------------------------------------------------------------------------------------- groups

@@ -12,6 +12,13 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
 
 
+def check_processes(count: int, capabilities: Capabilities) -> None:
+    """Whether the backend runs as ``count`` processes, whoever started them. Raises NotSupportedYet."""
+    support = capabilities.several_processes
+    if count > 1 and not support:
+        raise NotSupportedYet(f"{count} processes asked; {support.reason}; start one process without a launcher")
+
+
 def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabilities) -> Layout:
     """The layout of ``devices`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
     _supported_axes(parallel, capabilities)

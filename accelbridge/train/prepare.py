@@ -29,7 +29,13 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
-from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
+from accelbridge.train.check import (
+    accumulation_steps,
+    check_processes,
+    check_settings,
+    check_tensor_parallel,
+    resolve_layout,
+)
 from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
 from accelbridge.train.groups import group_notes, rules
 from accelbridge.train.metrics import METRICS_FILE
@@ -152,6 +158,7 @@ def _prepare(
     config: TrainConfig, world: World, target: Target, resume: str | Path, provided: Provided, writes: bool
 ) -> Prepared:
     check_settings(config, target.capabilities)
+    check_processes(world.size, target.capabilities)
     layout = resolve_layout(config.parallel, world.size * target.devices_per_process(), target.capabilities)
     check_tensor_parallel(layout, config.model, config.train.seq_len)
     size, count = accumulation_steps(config.train, layout)
