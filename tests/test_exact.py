@@ -1,8 +1,9 @@
 """Training in integers: sums have no rounding, so every layout must give the bits of float64 on one device.
 
 A linear model with weights and data in {-1, 0, 1}, mean squared error over a batch of 8 and SGD at a rate of 2**-2:
-after k steps the weights are multiples of 2**-4k, so float32 holds every number on the way to the fourth update exactly,
-whatever the order of sums (and the losses, which are squares, of the first three). A dropped rank, a mean of means, or a gradient that is halved shows without any tolerance.
+after k steps the weights are multiples of 2**-4k, so float32 holds every number on the way to the fourth update
+exactly, whatever the order of sums (and the losses, which are squares, of the first three). A dropped rank, a mean of
+means, or a gradient that is halved shows without any tolerance.
 """
 
 from __future__ import annotations
