@@ -428,7 +428,7 @@ def _plan(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout, gathers=provided.loss and provided.vocab_head),
+        wire=_wire(config, layout, split, gathers=provided.loss and provided.vocab_head),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -466,9 +466,9 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str, str, str]]:
-    """Collectives that the layout issues, with what travels on the wire. ``gathers``: logits too, for a loss of the
-    script's own."""
+def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
+    """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
+    vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
     compute, reduce = config.precision.compute, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
@@ -478,7 +478,8 @@ def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str,
         wire["all_reduce", reduce, "sum"] = None
     if layout.tp > 1:
         wire["all_reduce", compute, "sum"] = None
-        wire["all_reduce", "float32", "max"] = None  # of the cross-entropy
+    if split and not gathers:
+        wire["all_reduce", "float32", "max"] = None
     if layout.tp > 1 and gathers:
         wire["all_gather", compute, ""] = None
     if layout.sequence_parallel:
