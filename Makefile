@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim test-xla install clean
+.PHONY: demo test lint types tests test-sim test-xla parity certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -26,6 +26,13 @@ tests:
 # The simulated accelerator: needs g++ and Python.h as well, and compiles for a minute or two the first time on a machine.
 test-sim: install
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim*.py
+
+# docs/parity.md: what every layout does to the numbers. Rows that this machine cannot run keep their last figures.
+parity: install
+	$(BIN)/python -m tests.parity
+
+# Everything in full.
+certify-all: test test-sim test-xla parity
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
 test-xla: .venv-xla/installed

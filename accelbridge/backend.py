@@ -123,6 +123,8 @@ class Capabilities:
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
     recompute: Support = FULL
+    several_processes: Support = FULL
+    """Whether a run may be more than one process."""
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""

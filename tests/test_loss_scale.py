@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from accelbridge import Trainer
+from accelbridge.backend import World
 from accelbridge.errors import ConfigError
 from accelbridge.portable.process_group import InterposedGroup
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.train.config import LossScaleConfig, TrainConfig
 from accelbridge.train.loss_scale import LossScale
+from accelbridge.train.prepare import prepare
 from tests import cli
 from tests.ranks import Rank, run_ranks
 
@@ -119,6 +121,25 @@ def test_float16_needs_float32_parameters(tmp_path: Path, store: Path) -> None:
     config = cli.recipe(tmp_path, store, precision={"compute": "fp16", "params": "bf16"})
     with pytest.raises(ConfigError, match=r"precision\.params bfloat16 asked; .* set precision.params: float32"):
         Trainer(config)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("dynamic", "loss scale: from 65536, x 2 after 2000 updates without overflow, x 0.5 after one; "),
+        ({"initial": 1024.0}, "loss scale: from 1024, x 2 after 2000 updates without overflow, x 0.5 after one; "),
+        (4096, "loss scale: 4096 throughout; "),
+    ],
+)
+def test_the_plan_says_how_the_loss_is_scaled(scale: Any, expected: str) -> None:
+    def notes(**precision: Any) -> list[str]:
+        config = TrainConfig.of({"model": cli.TINY_MODEL, "precision": precision})
+        return [n for n in prepare(config, World(), writes=False).plan.notes if n.startswith("loss scale")]
+
+    assert notes(compute="fp16", loss_scale=scale) == [
+        f"{expected}updates whose gradients overflow are skipped on all ranks"
+    ]
+    assert notes(compute="bf16") == []
 
 
 # --------------------------------------------------------------------------------------------------- on two ranks

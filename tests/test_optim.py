@@ -90,7 +90,7 @@ def test_settings_that_cannot_be(text: str, line: int, parts: list[str], tmp_pat
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_a_rate_is_made_once_per_distinct_value() -> None:
+def test_a_rate_is_made_once_per_distinct_scale() -> None:
     config = OptimizerConfig(
         groups=[{"pattern": "0.*", "lr_scale": 0.5}, {"pattern": "1.*", "weight_decay": 0.3}]  # type: ignore[list-item]
     )
@@ -106,6 +106,8 @@ def test_a_rate_is_made_once_per_distinct_value() -> None:
     assert len(optimizer.param_groups) == 5
     assert all(float(g["lr"]) == pytest.approx(0.4 * g["lr_scale"]) for g in optimizer.param_groups)
     assert len({id(g["lr"]) for g in optimizer.param_groups}) == 2
+    set_learning_rate(optimizer, 0.0, scalar)
+    assert len({id(g["lr"]) for g in optimizer.param_groups}) == 2, "a rate of 0 shares no more than another"
 
 
 # --------------------------------------------------------------------------------------------------------- groups
@@ -131,9 +133,9 @@ def test_the_first_group_that_matches_wins_and_the_rest_has_the_default() -> Non
         "head.weight": (1.0, 0.1, True),
     }
     assert group_notes(SHAPES, config) == [
-        "optimizer group *.norm.weight: weight decay 0.4; 4 parameters in 1 tensors",
+        "optimizer group *.norm.weight: weight decay 0.4; 4 parameters in 1 tensor",
         "optimizer group layers.*, embed.*: lr x 0.5; 60 parameters in 2 tensors",
-        "optimizer group head*: frozen; 28 parameters in 1 tensors",
+        "optimizer group head*: frozen; 28 parameters in 1 tensor",
         "optimizer group all others: weight decay of matrices only; 0 parameters in 0 tensors",
     ]
     assert group_notes(SHAPES, grouped()) == []
@@ -167,7 +169,7 @@ def test_groups_are_in_the_plan_and_errors_have_a_place(tmp_path: Path, store: P
     path = cli.write_recipe(tmp_path / "grouped.yaml", store, optimizer={"groups": groups})
     notes = prepare(TrainConfig.load(path), World(), writes=False).plan.notes
     assert "optimizer group *norm.weight: lr x 2; 160 parameters in 5 tensors" in notes
-    assert "optimizer group embed.weight: frozen; 8224 parameters in 1 tensors" in notes
+    assert "optimizer group embed.weight: frozen; 8224 parameters in 1 tensor" in notes
     cli.write_recipe(path, store, optimizer={"groups": [{"pattern": "norn.weight", "frozen": True}]})
     line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "norn" in text)
     with pytest.raises(ConfigError, match=rf"grouped\.yaml:{line}: .*the closest is norm\.weight"):

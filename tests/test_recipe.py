@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from accelbridge.errors import AccelbridgeError, ConfigError
+from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.places import Place, Places
 from accelbridge.train.recipe import MOST_BYTES, load_recipe, validate
@@ -361,6 +362,7 @@ def test_places_reach_errors_that_are_raised_later(tmp_path: Path) -> None:
         "train.steps 5": "--set train.steps=5: train.steps 5",
         "precision.params, then parallel.tp": f"{tmp_path / 'recipe.yaml'}:3: precision.params, then parallel.tp",
         "parallel.pp 2": f"{tmp_path / 'recipe.yaml'}:2: parallel.pp 2",
+        "parallel.tp.deeper, then train.steps": f"{tmp_path / 'recipe.yaml'}:3: parallel.tp.deeper, then train.steps",
     }
     for message, expected in cases.items():
         with pytest.raises(AccelbridgeError) as caught, places.pointing(), places.pointing():
@@ -381,3 +383,11 @@ def test_mappings_are_checked_like_files() -> None:
         TrainConfig.of({"train": {"steps": "x"}})
     with pytest.raises(ConfigError, match='unknown key "stepz" in train'):
         TrainConfig.of({"train": {"stepz": 1}})
+
+
+def test_a_layout_in_words() -> None:
+    assert Layout().describe() == "1 device"
+    assert Layout(dp_replicate=2).describe() == "dp_replicate 2"
+    assert Layout(dp_shard=2, tp=2, zero=1, sequence_parallel=True).describe() == (
+        "dp_shard 2 x tp 2, ZeRO 1, sequence parallel"
+    )

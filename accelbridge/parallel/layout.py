@@ -33,12 +33,12 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def describe(self) -> str:
-        """``"dp_replicate 2 x dp_shard 2, ZeRO 3"``; axes of degree 1 are left out."""
+        """``"dp_shard 2 x tp 2, ZeRO 3, sequence parallel"``; axes of degree 1 are left out."""
         axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         parts = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
-        if self.dp_shard > 1:
-            return " x ".join(parts) + f", ZeRO {self.zero}"
-        return " x ".join(parts) or "1 device"
+        shown = " x ".join(parts) or "1 device"
+        shown += f", ZeRO {self.zero}" if self.dp_shard > 1 else ""
+        return shown + (", sequence parallel" if self.sequence_parallel else "")
 
     def as_dict(self) -> dict[str, int | bool]:
         return asdict(self)

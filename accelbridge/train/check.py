@@ -12,6 +12,13 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
 
 
+def check_processes(count: int, capabilities: Capabilities) -> None:
+    """Whether the backend runs as ``count`` processes, whoever started them. Raises NotSupportedYet."""
+    support = capabilities.several_processes
+    if count > 1 and not support:
+        raise NotSupportedYet(f"{count} processes asked; {support.reason}; start one process without a launcher")
+
+
 def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabilities) -> Layout:
     """The layout of ``devices`` devices. Raises NotSupportedYet or ConfigError, naming the axis."""
     _supported_axes(parallel, capabilities)
@@ -22,7 +29,7 @@ def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabil
         if devices % rest:
             raise ConfigError(
                 f"{_product(asked)} asked; the run has {_devices(devices)}, "
-                f"not a multiple of {rest}; set --nproc to one, or another degree"
+                f"not a multiple of {rest}; set --nproc to a multiple of {rest}, or other degrees"
             )
         dp_shard = devices // rest
     layout = Layout(

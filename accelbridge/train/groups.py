@@ -40,8 +40,12 @@ def group_notes(shapes: Shapes, config: OptimizerConfig) -> list[str]:
     lines = []
     for group, label in [*labels, (None, "all others: weight decay of matrices only")]:
         sizes = [prod(shape) for name, shape in shapes.items() if chosen.get(name) is group]
-        lines.append(f"optimizer group {label}; {sum(sizes)} parameters in {len(sizes)} tensors")
+        lines.append(f"optimizer group {label}; {sum(sizes)} parameters in {_tensors(len(sizes))}")
     return lines if config.groups else []
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def _members(shapes: Shapes, groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:

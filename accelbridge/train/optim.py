@@ -82,13 +82,14 @@ def _share(config: OptimizerConfig, step: int, steps: int) -> float:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, rate: float, scalar: Callable[[float], float | Tensor] = float
 ) -> None:
-    """Give every group its rate. ``scalar`` puts it into the form the device takes, once per distinct rate."""
+    """Give every group its rate. ``scalar`` puts it into the form the device takes, once per distinct ``lr_scale``:
+    by the rate itself, groups would share one tensor at a rate of 0, which is another graph on a lazy device."""
     made: dict[float, float | Tensor] = {}
     for group in optimizer.param_groups:
-        scaled = rate * group.get("lr_scale", 1.0)
-        if scaled not in made:
-            made[scaled] = scalar(scaled)
-        group["lr"] = made[scaled]
+        scale = group.get("lr_scale", 1.0)
+        if scale not in made:
+            made[scale] = scalar(rate * scale)
+        group["lr"] = made[scale]
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:

@@ -39,9 +39,11 @@ class Places:
         return next((self.of[part] for part in inner if part in self.of), Place(self.source))
 
     def named_in(self, text: str) -> Place | None:
-        """The place of the first setting that ``text`` names and somebody gave; else of that setting's section."""
+        """The place of the first setting that ``text`` names and somebody gave, alone or with those around it
+        (``memory.recompute={budget: 1GiB}``); else of that setting's section."""
         names = [tuple(name.split(".")) for name in _DOTTED.findall(text)]
-        given = [self.of[name] for name in names if name in self.of]
+        inner = [name[:length] for name in names for length in range(len(name), 1, -1)]
+        given = [self.of[name] for name in inner if name in self.of]
         sections = [self.of[name[:1]] for name in names if name[:1] in self.of]
         return next(iter([*given, *sections]), None)
 

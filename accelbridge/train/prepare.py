@@ -29,8 +29,14 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
 from accelbridge.plugins import Selection, choose, instantiate
-from accelbridge.train.check import accumulation_steps, check_settings, check_tensor_parallel, resolve_layout
-from accelbridge.train.config import TrainConfig
+from accelbridge.train.check import (
+    accumulation_steps,
+    check_processes,
+    check_settings,
+    check_tensor_parallel,
+    resolve_layout,
+)
+from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
 from accelbridge.train.groups import group_notes, rules
 from accelbridge.train.metrics import METRICS_FILE
 
@@ -152,6 +158,7 @@ def _prepare(
     config: TrainConfig, world: World, target: Target, resume: str | Path, provided: Provided, writes: bool
 ) -> Prepared:
     check_settings(config, target.capabilities)
+    check_processes(world.size, target.capabilities)
     layout = resolve_layout(config.parallel, world.size * target.devices_per_process(), target.capabilities)
     check_tensor_parallel(layout, config.model, config.train.seq_len)
     size, count = accumulation_steps(config.train, layout)
@@ -421,7 +428,7 @@ def _plan(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout, gathers=provided.loss and provided.vocab_head),
+        wire=_wire(config, layout, split, gathers=provided.loss and provided.vocab_head),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -430,10 +437,27 @@ def _plan(
         notes=notes,
     )
     plan = resolve(target.selection, target.backend, target.capabilities, inputs)
-    if config.precision.compute == "float16" and "adamw" not in plan.loaders:
-        note = "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
-        plan = replace(plan, notes=(*plan.notes, note))
+    if config.precision.compute == "float16":
+        plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale, plan)))
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
+
+
+def _loss_scale_notes(scale: LossScaleChoice, plan: ExecutionPlan) -> list[str]:
+    """What float16 adds to a step."""
+    skipped = "updates whose gradients overflow are skipped on all ranks"
+    if isinstance(scale, float | int):
+        notes = [f"loss scale: {scale:g} throughout; {skipped}"]
+    else:
+        tuned = scale if isinstance(scale, LossScaleConfig) else LossScaleConfig()
+        notes = [
+            f"loss scale: from {tuned.initial:g}, x {tuned.growth:g} after {tuned.growth_interval} updates without "
+            f"overflow, x {tuned.backoff:g} after one; {skipped}"
+        ]
+    if "adamw" not in plan.loaders:
+        notes.append(
+            "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
+        )
+    return notes
 
 
 def _update(config: TrainConfig) -> Request:
@@ -442,9 +466,9 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str, str, str]]:
-    """Collectives that the layout issues, with what travels on the wire. ``gathers``: logits too, for a loss of the
-    script's own."""
+def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
+    """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
+    vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
     compute, reduce = config.precision.compute, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
@@ -454,7 +478,8 @@ def _wire(config: TrainConfig, layout: Layout, gathers: bool) -> list[tuple[str,
         wire["all_reduce", reduce, "sum"] = None
     if layout.tp > 1:
         wire["all_reduce", compute, "sum"] = None
-        wire["all_reduce", "float32", "max"] = None  # of the cross-entropy
+    if split and not gathers:
+        wire["all_reduce", "float32", "max"] = None
     if layout.tp > 1 and gathers:
         wire["all_gather", compute, ""] = None
     if layout.sequence_parallel:

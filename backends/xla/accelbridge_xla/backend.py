@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from accelbridge.backend import (
     FULL,
@@ -25,7 +25,7 @@ from accelbridge.backend import (
 )
 from accelbridge_xla import hardware
 
-OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "cross_entropy", "adamw")
+OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -71,6 +71,7 @@ class XlaBackend(Backend):
             table=_table(),
             layout_axes=("dp_replicate", "dp_shard", "tp"),
             recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
+            several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
         )
 
@@ -94,7 +95,8 @@ class XlaBackend(Backend):
 
     def implementations(self) -> Sequence[Implementation]:
         adamw = Implementation("adamw", "on_device", _adamw_supports, lambda: self.execution.adamw)  # type: ignore
-        return (*super().implementations(), adamw)
+        dropout = Implementation("dropout", "int32", lambda _: FULL, _load_dropout)
+        return (*super().implementations(), adamw, dropout)
 
 
 def _version(distribution: str) -> str | None:
@@ -113,6 +115,12 @@ def _mismatch(software: Mapping[str, str]) -> str | None:
         f"torch_xla {software.get('torch_xla')} is built for torch {minors['torch_xla']}, and torch "
         f"{software.get('torch')} is installed; use an environment with both of one version"
     )
+
+
+def _load_dropout() -> Callable[..., Any]:
+    from accelbridge_xla.dropout import int32_dropout
+
+    return int32_dropout
 
 
 def _adamw_supports(request: Request) -> Support:

@@ -22,6 +22,7 @@ from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge_xla.adamw import OnDeviceAdamW
+from accelbridge_xla.hardware import ONE_PROCESS
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
 from accelbridge_xla.vendor import sdk
 
@@ -51,11 +52,8 @@ class XlaExecution(Execution):
 
     def start(self, store: dist.Store, world: World, layout: Layout, timeout_s: float, check: bool) -> None:
         """See the interface. ``check`` has nothing to compare: there is one program, not one per device."""
-        if world.size > 1:
-            raise NotSupportedYet(
-                f"{world.size} processes asked; the XLA backend runs on one host, where one process drives all "
-                "devices; start one process without a launcher"
-            )
+        if world.size > 1:  # the trainer's check comes earlier; a loop of one's own ends here
+            raise NotSupportedYet(f"{world.size} processes asked; {ONE_PROCESS}; start one process without a launcher")
         self.device = self._device.bind(world)
         found = sdk("runtime").global_runtime_device_count()
         if found != layout.size:

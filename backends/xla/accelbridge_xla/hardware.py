@@ -13,6 +13,8 @@ VIRTUAL_VARIABLE = "CPU_NUM_DEVICES"
 VIRTUAL = "torch_xla on virtual CPU devices"
 """Name of the "chip" where XLA's CPU client stands in for one: evidence for the vendor's runtime, for no chip."""
 
+ONE_PROCESS = "the XLA backend runs on one host, where one process drives all devices"
+
 _VENDOR = "0x1ae0"
 _PCI = Path("/sys/bus/pci/devices")
 

@@ -34,6 +34,7 @@ def environment(site: Path, devices: int = 4) -> dict[str, str]:
         path.append(str(site))
     clean = {name: value for name, value in os.environ.items() if name not in NAMES}
     variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "ACCELBRIDGE_PROBE_SECONDS": "60"}
+    path += filter(None, [os.environ.get("PYTHONPATH")])  # the caller's, after ours
     return clean | variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 

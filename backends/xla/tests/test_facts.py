@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from accelbridge.backend import Precision, Request, World
-from accelbridge.errors import BackendError, NotSupportedYet
+from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
+from accelbridge.train.check import check_processes, check_settings
+from accelbridge.train.config import TrainConfig
 from accelbridge_xla import backend, hardware
 from accelbridge_xla.backend import XlaBackend
 from accelbridge_xla.sharding import places
@@ -120,7 +122,25 @@ def test_there_are_no_process_groups() -> None:
 
 def test_several_processes_are_refused_before_anything_starts() -> None:
     with pytest.raises(NotSupportedYet, match="2 processes asked; the XLA backend runs on one host"):
+        check_processes(2, XlaBackend.capabilities("TPU v5e", {}))
+    check_processes(1, XlaBackend.capabilities("TPU v5e", {}))
+    with pytest.raises(NotSupportedYet, match="2 processes asked; the XLA backend runs on one host"):
         XlaBackend().execution.start(None, World(size=2), Layout(), 1.0, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "message"),
+    [
+        ("precision", {"compute": "float16"}, 'precision.compute "float16" asked; TPUs have no float16 arithmetic'),
+        ("precision", {"compute": "bfloat16"}, 'precision.compute "bfloat16" asked; under spmd, XLA sums'),
+        ("precision", {"params": "bfloat16"}, 'precision.params "bfloat16" asked; under spmd, XLA sums'),
+        ("memory", {"recompute": "full"}, "memory.recompute asked; XLA merges what is computed twice"),
+    ],
+)
+def test_settings_are_refused_when_the_recipe_is_checked(section: str, settings: dict[str, str], message: str) -> None:
+    config = TrainConfig.model_validate({section: settings})
+    with pytest.raises(ConfigError, match=message):
+        check_settings(config, XlaBackend.capabilities("TPU v5e", {}))
 
 
 def test_another_precision_is_refused() -> None:

@@ -37,7 +37,7 @@ pytestmark = environment.needs_torch_xla
 
 
 def recipe(folder: Path, store: Path, name: str, **parallel: int) -> Path:
-    """Two microbatches a step, and a rate that is 0 at the last one."""
+    """Two microbatches a step, groups of parameters, and a rate that is 0 at the last step."""
     sections: dict[str, Any] = {
         "model": {"vocab_size": 288, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
         "data": {"train": str(store / "train")},
@@ -48,7 +48,13 @@ def recipe(folder: Path, store: Path, name: str, **parallel: int) -> Path:
             "microbatch_size": 4 // parallel.get("data", 1),
         },
         "parallel": {key: value for key, value in parallel.items() if key != "data"},
-        "optimizer": {"lr": 3e-3, "warmup_steps": 2, "min_lr_ratio": 0.0, "weight_decay": 0.1},
+        "optimizer": {
+            "lr": 3e-3,
+            "warmup_steps": 2,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.1,
+            "groups": [{"pattern": "embed.*", "lr_scale": 0.5}, {"pattern": "layers.1.ffn_norm.*", "frozen": True}],
+        },
         "checkpoint": {"interval": HALF, "keep": 3},
         "metrics": {"interval": 4},
         "output": {"dir": str(folder / f"run-{name}")},
@@ -111,7 +117,7 @@ def test_nothing_of_a_step_falls_back_to_the_host(found: dict[str, Any]) -> None
 
 def test_parameters_and_moments_stay_sharded(found: dict[str, Any]) -> None:
     places = found["places"]
-    assert len(places) == 21
+    assert len(places) == 20  # all but the frozen one
     for name, (parameter, moment) in places.items():
         assert parameter == moment, name
         assert parameter != "{replicated}", name
@@ -149,16 +155,21 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 @pytest.mark.parametrize("name", list(worker.LAYOUTS))
 def test_gradients_are_those_of_plain_torch(layouts: tuple[Path, dict[str, Any]], name: str) -> None:
     folder, found = layouts
-    vocabulary = worker.LAYOUTS[name][1]
-    model = Decoder(worker.config(vocabulary))
+    model = Decoder(worker.config(worker.LAYOUTS[name][1]))
     model.reset_parameters(0)
-    loss = worker.gradients(model, worker.batch(vocabulary))
+    dropped = worker.masks(model)
+    loss = worker.gradients(model, worker.batch(model.config.vocab_size))
     assert found[name]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([g.double().square().sum() for g in wanted.values()]).sum().sqrt()
     assert found[name]["norm"] == pytest.approx(norm.item(), rel=1e-5)
     given = torch.load(folder / f"{name}.pt", weights_only=True)
-    assert given.keys() == wanted.keys()
+    assert given["masks"].keys() == dropped.keys()
+    assert len(dropped) == (3 if model.config.dropout else 0)
+    for module, mask in dropped.items():
+        assert torch.equal(given["masks"][module], mask), module
+        assert 0.05 < mask.float().mean() < 0.15, "one in ten is dropped, if this draws anything"
+    assert given["gradients"].keys() == wanted.keys()
     for parameter, gradient in wanted.items():
-        error = (given[parameter] - gradient).abs().max() / gradient.abs().max()
+        error = (given["gradients"][parameter] - gradient).abs().max() / gradient.abs().max()
         assert error < 1e-6, parameter

@@ -20,6 +20,7 @@ from accelbridge import ops
 from accelbridge.backend import Precision, World
 from accelbridge.models.config import ModelConfig
 from accelbridge.models.decoder import Decoder
+from accelbridge.models.dropout import Dropout
 from accelbridge.models.init import initial_values
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.trainer import Trainer
@@ -28,13 +29,18 @@ from accelbridge_xla.vendor import sdk
 
 HALF = 10
 """The step of the checkpoint from which runs are resumed."""
-LAYOUTS = {
-    "2x2": (Layout(dp_shard=2, tp=2), 64),
-    "replicated": (Layout(dp_replicate=2, dp_shard=2, zero=2), 64),
-    "sequence_parallel": (Layout(dp_shard=2, tp=2, zero=1, sequence_parallel=True), 64),
-    "uneven": (Layout(dp_shard=2, tp=2), 61),
+_2X2 = Layout(dp_shard=2, tp=2)
+_SEQUENCE_PARALLEL = Layout(dp_shard=2, tp=2, zero=1, sequence_parallel=True)
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "2x2": (_2X2, {}),
+    "replicated": (Layout(dp_replicate=2, dp_shard=2, zero=2), {}),
+    "sequence_parallel": (_SEQUENCE_PARALLEL, {}),
+    "uneven": (_2X2, {"vocab_size": 61}),
+    "tied": (_2X2, {"tie_embeddings": True}),
+    "dropout": (_2X2, {"dropout": 0.1}),
+    "dropout, sequence_parallel": (_SEQUENCE_PARALLEL, {"dropout": 0.1}),
 }
-"""Layout and size of the vocabulary; 61 is divided by nothing."""
+"""Layout and settings of the model; a vocabulary of 61 is divided by nothing."""
 
 
 def main(scene: str, folder: Path) -> None:
@@ -63,7 +69,7 @@ def places_of(trainer: Trainer) -> dict[str, list[str]]:
     """Sharding of each parameter and of its moments, as the runtime says."""
     spec = sdk()._XLAC._get_xla_sharding_spec
     state = trainer.optimizer.state
-    return {n: [spec(p), spec(state[p]["exp_avg"])] for n, p in trainer.model.named_parameters()}
+    return {n: [spec(p), spec(state[p]["exp_avg"])] for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 class CountingTrainer(Trainer):
@@ -97,26 +103,44 @@ def batch(vocabulary: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, vocabulary, (4, 17), generator=generator)
     segments = (torch.arange(16) > 8).to(torch.int32).expand(4, 16).contiguous()
-    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous(), "segments": segments}
+    keys = ops.dropout_keys(3, 5, torch.tensor([0, 7, 2**40, 2**62]))
+    tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return {"tokens": tokens, "targets": targets, "segments": segments, "keys": keys}
 
 
-def config(vocabulary: int) -> ModelConfig:
-    return ModelConfig(vocab_size=vocabulary, dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48)
+def config(settings: dict[str, Any]) -> ModelConfig:
+    sizes = {"vocab_size": 64, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
+    return ModelConfig.model_validate({**sizes, **settings})
 
 
 def gradients(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(data["tokens"], data["segments"])
-    loss = ops.cross_entropy(logits.flatten(0, -2), data["targets"].flatten())
-    loss.backward()
+    with ops.dropout_stream(data["keys"]):
+        logits = model(data["tokens"], data["segments"])
+        loss = ops.cross_entropy(logits.flatten(0, -2), data["targets"].flatten())
+        loss.backward()
     return loss.detach()
 
 
+def masks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What each dropout of ``model`` will have set to zero in its next forward pass, by its name."""
+    dropped: dict[str, torch.Tensor] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        module.register_forward_hook(lambda _, args, output: dropped.update({name: (output == 0) & (args[0] != 0)}))
+
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            watch(name, module)
+    return dropped
+
+
 def layouts(folder: Path) -> dict[str, Any]:
-    """Gradients and norm of one batch in each layout."""
+    """Gradients, norm and dropout masks of one batch in each layout."""
     found: dict[str, Any] = {}
-    for name, (layout, vocabulary) in LAYOUTS.items():
+    ops.bind({i.op: i.load() for i in XlaBackend().implementations() if i.op in ops.NAMES})
+    for name, (layout, settings) in LAYOUTS.items():
         with torch.device("meta"):
-            model = Decoder(config(vocabulary))
+            model = Decoder(config(settings))
 
         def values(name: str, shape: tuple[int, ...], rows: range, model: Decoder = model) -> torch.Tensor:
             return initial_values(0, name, shape, rows, model.initialiser(name))
@@ -124,11 +148,12 @@ def layouts(folder: Path) -> dict[str, Any]:
         execution = XlaBackend().execution
         execution.start(None, World(), layout, 60.0, False)  # type: ignore[arg-type] (spmd on one host needs no store)
         execution.realise(model, model.sharding_spec(), Precision(), values)
-        loss = gradients(model, execution.place(batch(vocabulary)))
+        dropped = masks(model)
+        loss = gradients(model, execution.place(batch(model.config.vocab_size)))
         norm = execution.clip_grad_norm(model, None)
         execution.end_step()
         grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
-        torch.save(grads, folder / f"{name}.pt")
+        torch.save({"gradients": grads, "masks": {n: m.cpu() for n, m in dropped.items()}}, folder / f"{name}.pt")
         found[name] = {"loss": loss.item(), "norm": norm.item(), "layout": asdict(layout)}
     return found
 

@@ -1,0 +1,106 @@
+"""What the order of sums alone does to the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from accelbridge import Trainer
+from accelbridge.models.config import ModelConfig
+from accelbridge.models.decoder import Decoder
+from tests import cli
+from tests.parity.measure import Run, Tensors, relative, whole
+from tests.parity.rows import MODEL, STEPS
+from tests.ranks import Rank
+
+FLOOR = 2.0**-22
+"""Relative: an envelope of less than that is the last bit of a float32."""
+PERMUTATIONS = 8
+
+
+def permuted(state: Tensors, seed: int, *, back: bool = False) -> Tensors:
+    """The same decoder with its heads, feed-forward units and residual dimensions in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = {axis: torch.randperm(size, generator=generator) for axis, size in _AXES.items()}
+    heads = orders["heads"].unsqueeze(1) * _HEAD_DIM + torch.arange(_HEAD_DIM)
+    orders["heads"] = heads.flatten()
+    if back:
+        orders = {axis: order.argsort() for axis, order in orders.items()}
+    return {name: _reordered(name, tensor, orders) for name, tensor in state.items()}
+
+
+_HEAD_DIM = MODEL["dim"] // MODEL["heads"]
+_AXES = {"heads": MODEL["heads"], "ffn": MODEL["ffn_dim"], "dim": MODEL["dim"]}
+_LIES = {
+    "embed": (None, "dim"),
+    "head": (None, "dim"),
+    **dict.fromkeys(("q", "k", "v"), ("heads", "dim")),
+    "o": ("dim", "heads"),
+    **dict.fromkeys(("gate", "up"), ("ffn", "dim")),
+    "down": ("dim", "ffn"),
+    **dict.fromkeys(("norm", "attention_norm", "ffn_norm"), ("dim",)),
+}
+"""The axes of each parameter, by the module that owns it."""
+
+
+def _reordered(name: str, tensor: Tensor, orders: Mapping[str, Tensor]) -> Tensor:
+    for dim, axis in enumerate(_LIES[name.removesuffix(".weight").rpartition(".")[2]]):
+        if axis is not None:
+            tensor = tensor.index_select(dim, orders[axis])
+    return tensor
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Largest relative deviations that the order of sums alone makes: of the norm up to each step, of tensors."""
+
+    norms: Mapping[int, float]
+    weights: Mapping[str, float]
+
+
+def permuted_runs(ctx: Rank, folder: Path, store: Path) -> list[Run]:
+    """One device, with everything in other orders: steps of the plain recipe whose rows are permuted as well."""
+    runs = []
+    initial = {n: p.detach().clone() for n, p in _decoder().named_parameters()}
+    for seed in range(PERMUTATIONS):
+        model = _decoder()
+        model.load_state_dict(permuted(initial, seed))
+        recipe = cli.recipe(folder / f"permuted {seed}", store)
+        del recipe["model"]
+        with Trainer(recipe, model=model) as trainer:
+            trainer.setup()
+            norms: dict[int, float] = {}
+            for step in range(STEPS):
+                trainer.step = step
+                norms[step + 1] = float(trainer.train_step(_shuffled(trainer.loader.step(step), seed))["grad_norm"])
+            weights = permuted({n: whole(p) for n, p in trainer.model.named_parameters()}, seed, back=True)
+        runs.append(Run({}, norms, {f"model.{n}": t for n, t in weights.items()}))
+    return runs
+
+
+def _decoder() -> Decoder:
+    model = Decoder(ModelConfig.model_validate(MODEL))
+    model.reset_parameters(cli.recipe(Path(), Path())["train"]["seed"])
+    return model
+
+
+def _shuffled(microbatches: list[Tensors], seed: int) -> list[Tensors]:
+    rows = len(microbatches[0]["tokens"])
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    return [{name: tensor[order] for name, tensor in batch.items()} for batch in microbatches]
+
+
+def envelope(reference: Run, others: Sequence[Run]) -> Envelope:
+    norms: dict[int, float] = {}
+    for step, norm in reference.norms.items():
+        here = max(abs(other.norms[step] / norm - 1) for other in others)
+        norms[step] = max(here, norms.get(step - 1, FLOOR))
+    weights = {
+        name: max(FLOOR, *(relative(other.weights[name], tensor) for other in others))
+        for name, tensor in reference.weights.items()
+    }
+    return Envelope(norms, weights)
