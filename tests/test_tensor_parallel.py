@@ -36,7 +36,7 @@ from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.portable.process_group import InterposedGroup
 from accelbridge.train.build import initialiser, sharding_spec
 from accelbridge.train.loss import NextTokenLoss, gather_split
-from tests.parity import Tensors, relative, whole
+from tests.parity.measure import Tensors, relative, whole
 from tests.ranks import Rank, run_ranks
 from tests.scenes import tensors
 
