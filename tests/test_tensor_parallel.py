@@ -1,6 +1,6 @@
 """Tensor parallelism as its users meet it: their own modules, Hugging Face's, odd sizes, and what is refused.
 
-What the decoder's layouts do to the numbers of a run is measured by tests/parity.py; here every tensor's gradient is
+What the decoder's layouts do to the numbers of a run is measured by tests/parity; here every tensor's gradient is
 compared with that of the plain module in float64, on one device.
 """
 
