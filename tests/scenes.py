@@ -26,17 +26,23 @@ from tests.ranks import Rank
 Sections = dict[str, dict[str, Any]]
 Steps = dict[int, dict[str, Any]]
 
+TP: Sections = {"model": {"vocab_size": 260}, "parallel": {"tp": 2}}
+"""The small model, with a vocabulary that divides."""
 ONE: dict[str, Sections] = {"reference": {}}
 TWO: dict[str, Sections] = {
     "replicate 2": {"parallel": {"dp_replicate": 2}},
-    "ZeRO 1": {"parallel": {"zero": 1}},
-    "ZeRO 2": {"parallel": {"zero": 2}},
     "ZeRO 3": {"parallel": {"zero": 3}},
     "ZeRO 1, accumulating": {"parallel": {"zero": 1}, "train": {"microbatch_size": 1}},
     "ZeRO 2, accumulating": {"parallel": {"zero": 2}, "train": {"microbatch_size": 1}},
     "ZeRO 3, accumulating": {"parallel": {"zero": 3}, "train": {"microbatch_size": 1}},
+    "tp 2": TP,
+    "tp 2, sequence parallel": {**TP, "parallel": {"tp": 2, "sequence_parallel": True}},
     "collectives checked": {"parallel": {"check_collectives": True}},
     "bfloat16": {"precision": {"compute": "bf16"}},
+    "float16": {"precision": {"compute": "fp16", "loss_scale": {"initial": 2.0**20, "growth_interval": 2}}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "recompute full": {"memory": {"recompute": "full"}},
+    "recompute selective": {"memory": {"recompute": "selective"}},
 }
 FOUR: dict[str, Sections] = {"hybrid 2x2": {"parallel": {"dp_replicate": 2, "dp_shard": 2}}}
 

@@ -91,11 +91,14 @@ def refused(done: Done, *parts: str) -> str:
 
 Sections = dict[str, Any]
 BY_SETTING: list[tuple[list[str], list[str]]] = [
-    (["parallel.tp=2"], ["parallel.tp 2 asked", "tp is not supported yet", "set parallel.tp: 1"]),
+    (["parallel.tp=2"], ["parallel.tp 2 asked", "not a multiple of 2", "set "]),
     (["parallel.cp=2"], ["parallel.cp 2 asked", "not supported yet"]),
     (["parallel.pp=4"], ["parallel.pp 4 asked", "not supported yet"]),
     (["parallel.ep=2"], ["parallel.ep 2 asked", "not supported yet"]),
-    (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel asked", "not supported yet"]),
+    (
+        ["parallel.sequence_parallel=true"],
+        ["parallel.sequence_parallel asked", "parallel.tp is 1", "set parallel.tp to"],
+    ),
     (
         ["memory.recompute.ops=[rmsnorm]"],
         ['names "rmsnorm"', 'did you mean "rms_norm"?', "choose from rms_norm, linear"],
@@ -105,7 +108,6 @@ BY_SETTING: list[tuple[list[str], list[str]]] = [
     (["memory.activations=host"], ["memory.activations host asked", "not supported yet"]),
     (["memory.optimizer=nvme"], ["memory.optimizer nvme asked", "not supported yet", "set memory.optimizer: device"]),
     (["memory.parameters=host"], ["memory.parameters host asked", "not supported yet"]),
-    (["precision.compute=fp16"], ["precision.compute float16 asked", "not supported yet", "bfloat16"]),
     (["backend.profile=fast"], ['backend.profile "fast" asked', "no network profiles", "remove it"]),
     (["parallel.dp_shard=2"], ["parallel.dp_shard 2 asked", "2 devices", "the run has 1", "--nproc 2"]),
     (["parallel.dp_replicate=2"], ["parallel.dp_replicate 2 asked", "1 device", "not a multiple of 2"]),
@@ -433,7 +435,7 @@ def test_port_in_use(tmp_path: Path, store: Path, run: Run, taken: int) -> None:
 def test_a_bad_recipe_for_two_processes_is_told_once(tmp_path: Path, store: Path) -> None:
     recipe = cli.write_recipe(tmp_path / "recipe.yaml", store, parallel={"tp": 2})
     done = cli.run("train", str(recipe), "--nproc", "2")
-    refused(Done(done.returncode, done.stdout, done.stderr), "parallel.tp 2 asked", "not supported yet")
+    refused(Done(done.returncode, done.stdout, done.stderr), "parallel.tp 2 asked", "model.vocab_size 257")
     assert not (tmp_path / "run-recipe").exists()
 
 

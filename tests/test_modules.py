@@ -159,6 +159,15 @@ def test_a_tie_across_units_stays_one(meta: bool, tmp_path: Path) -> None:
         assert len(list(model.parameters())) == 8
 
 
+def test_a_buffer_keeps_its_values_where_parameters_are_filled(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = tied_across_units()
+    model.register_buffer("table", torch.arange(4096.0) + 1)
+    with Trainer(recipe(tmp_path), model=model, data=Tokens()) as trainer:
+        trainer.setup()
+        assert torch.equal(model.get_buffer("table"), torch.arange(4096.0) + 1)
+
+
 def test_an_output_that_hides_its_tensors_is_refused(tmp_path: Path) -> None:
     class Hidden(Net):
         def forward(self, tokens: Tensor) -> Any:

@@ -124,6 +124,7 @@ class EagerExecution(Execution):
         if not on_meta:
             model.to(self.device)
             _tie(ties)
+        _place_buffers(model, self.device)
         units = _units(model, spec, ties)
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
         options: dict[str, Any] = {
@@ -146,7 +147,8 @@ class EagerExecution(Execution):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         if on_meta:
-            model.to_empty(device=self.device)
+            # Unlike to_empty(), this leaves buffers, which have values.
+            model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
             _tie(ties)
             _fill(model, initialise)
         return model
@@ -254,6 +256,17 @@ def _check_dimensions(model: nn.Module) -> None:
             f"a model with parameter {scalar}, which has no dimension; parameters are sharded along dimension 0; "
             "give it the shape (1,)"
         )
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring buffers that have values to ``device``, also those of a model that otherwise is on the meta device.
+
+    FSDP2 would do it by ``set_data``, which on the PrivateUse1 key refuses a tensor of another device (torch 2.13).
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
