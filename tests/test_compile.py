@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo
+from torch.fx import traceback
 
 from accelbridge import Trainer
 from accelbridge.data.loader import Prefetcher
@@ -15,9 +16,11 @@ from tests import cli
 from tests.ranks import Rank, run_ranks
 
 STEPS = 5
+RECOMPUTE = "selective" if hasattr(traceback, "annotate") else "full"
+"""A torch without annotations refuses to compile selective recomputation."""
 RUNS: dict[str, tuple[bool, str]] = {
     "eager": (False, "none"),
-    "compiled": (True, "selective"),
+    "compiled": (True, RECOMPUTE),
 }
 
 
