@@ -223,12 +223,21 @@ def everything(trainer: Trainer) -> list[Tensor]:
     return [local(t).detach().clone() for t in [*trainer.model.parameters(), *states]]
 
 
+_SENT = {
+    "all_gather_single": "gathered",
+    "reduce_scatter_single": "reduced",
+    "_allgather_base": "gathered",
+    "_reduce_scatter_base": "reduced",
+}
+"""What a method of a process group sends; the second pair are the names of torch 2.9."""
+
+
 def wire(trainer: Trainer) -> dict[str, Any]:
     """Dtypes of one bfloat16 step: of what is gathered and reduced, of what computes, and of what is kept."""
     kinds: dict[str, set[torch.dtype]] = {"gathered": set(), "reduced": set(), "computed": set()}
     with trainer, pytest.MonkeyPatch.context() as patch:
         trainer.setup()
-        for method, kind in (("all_gather_single", "gathered"), ("reduce_scatter_single", "reduced")):
+        for method, kind in _SENT.items():
             patch.setattr(InterposedGroup, method, _recording(getattr(InterposedGroup, method), kinds[kind]))
         up = next(m for name, m in trainer.model.named_modules() if name.endswith("ffn.up"))
         up.register_forward_hook(lambda *seen: kinds["computed"].add(seen[2].dtype))

@@ -3,8 +3,7 @@
     .venv-xla/bin/python backends/xla/tests/spmd_parity.py OUT.json
 
 Four virtual devices, one process, layouts 2 x 2, measured as ``tests/parity.py`` measures its rows and compared with
-the CPU backend on one device in the same environment. There only ``fit`` runs the model; here XLA's compiler orders
-the sums anew for every layout, so losses are held to 1e-4.
+the CPU backend on one device in the same environment. Another compiler orders the sums, so losses are held to 1e-4.
 
 OUT.json maps each row's name to the fields of ``tests.parity.Cells`` and to ``evidence`` and ``faults``.
 """
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent.parent)]
 
 from tests import parity  # noqa: E402 (a script: the path comes first)
-from tests.parity import ACCUMULATE, DROPOUT, TIED, Cells, Envelope, Row, Run  # noqa: E402
+from tests.parity import ACCUMULATE, DROPOUT, TIED, Cells, Row, Run  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 EVIDENCE = "vendor runtime, no chip"
@@ -50,23 +49,14 @@ def spmd_rows(folder: Path, environment: dict[str, str], rows: tuple[Row, ...] =
     build = ("data", "build", str(ROOT / "accelbridge"), str(store), "--suffix", ".py")
     subprocess.run([sys.executable, "-m", "accelbridge", *build], env=environment, check=True, stdout=sys.stderr)
     os.environ["ACCELBRIDGE_BACKEND"] = "cpu"
-    wanted = {row.reference for row in rows}
+    wanted = {ONE, *(row.reference for row in rows)}
     references = parity.run_rows([row for row in REFERENCES if row.name in wanted], folder, store)
-    others = run_ranks(parity.permuted_runs, 1, folder, store, timeout=600)[0]
-    bounds = parity.envelope(references[ONE], others) if ONE in references else None
+    bounds = parity.envelope(references[ONE], run_ranks(parity.permuted_runs, 1, folder, store, timeout=600)[0])
     command = [sys.executable, str(Path(__file__)), "--measure", str(folder)]
     names = json.dumps([row.name for row in rows])
     subprocess.run([*command, names], env=environment | {"ACCELBRIDGE_BACKEND": "xla"}, check=True, stdout=sys.stderr)
     runs: dict[str, Run] = pickle.loads((folder / "runs.pickle").read_bytes())
-    return {
-        row.name: parity.compare(runs[row.name], references[row.reference], bounds or _no_bounds(references, row))
-        for row in rows
-    }
-
-
-def _no_bounds(references: dict[str, Run], row: Row) -> Envelope:
-    reference = references[row.reference]
-    return Envelope(dict.fromkeys(reference.norms, parity.FLOOR), dict.fromkeys(reference.weights, parity.FLOOR))
+    return {row.name: parity.compare(runs[row.name], references[row.reference], bounds) for row in rows}
 
 
 def _measure(folder: Path, names: list[str]) -> None:
