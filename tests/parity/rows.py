@@ -107,3 +107,17 @@ SIM_ROWS: tuple[Row, ...] = (
     Row("simulated, shard 2", 2, SIM, evidence=SIMULATED, twin="portable ops, shard 2"),
     Row("simulated, tp 2", 2, _and(SIM, TP2), evidence=SIMULATED, twin="portable ops, tp 2"),
 )
+
+SPMD_ROWS: tuple[Row, ...] = (
+    Row("XLA spmd, shard 2 x tp 2", 4, TP2, evidence=NO_CHIP),
+    Row("XLA spmd, shard 2 x tp 2, accumulation 4", 4, _and(TP2, _microbatch(1)), evidence=NO_CHIP),
+    Row("XLA spmd, tied, shard 2 x tp 2", 4, _and(TIED, TP2), "tied, 1 device", NO_CHIP),
+    Row(
+        "XLA spmd, dropout 0.1, shard 2 x tp 2, sequence parallel",
+        4,
+        _and(DROPOUT, TP2_SP),
+        "dropout 0.1, 1 device",
+        NO_CHIP,
+    ),
+)
+"""Measured by backends/xla/tests/spmd_parity.py, in an environment of its own."""
