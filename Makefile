@@ -21,7 +21,7 @@ types:
 	$(BIN)/pyright
 
 tests:
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*'
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
 
 # The simulated accelerator: needs g++ and Python.h as well, and compiles for a minute or two the first time on a machine.
 test-sim: install
@@ -33,11 +33,12 @@ parity: install
 
 # Everything in full.
 certify-all: test test-sim test-xla parity
+	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
 test-xla: .venv-xla/installed
 	.venv-xla/bin/python -m pytest backends/xla/tests
-	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*'
+	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
 
 .venv-xla/installed: pyproject.toml constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla

@@ -28,7 +28,7 @@ model = LlamaForCausalLM(config)
 
 recipe = {
     "parallel": {"tp": options.tp},
-    "train": {"steps": 40, "global_batch_size": 16, "seq_len": 64},
+    "train": {"steps": 24, "global_batch_size": 16, "seq_len": 64},
     "optimizer": {"lr": 3e-3, "warmup_steps": 5},
     "output": {"dir": options.out},
 }

@@ -58,16 +58,19 @@ def train(output: Path, store: Path, validation: Path, compiled: bool, recompute
         return losses, graphs, list(trainer.model.state_dict()), notes
 
 
-def test_compiled_units_give_the_same_losses_and_compile_once(tmp_path: Path, store: Path) -> None:
+WORLDS = [pytest.param("aot_eager", 2, id="two ranks, no code generated")]
+WORLDS += [pytest.param("inductor", 1, id="one rank, C++", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("compiler", "ranks"), WORLDS)
+def test_compiled_units_give_the_same_losses_and_compile_once(
+    compiler: str, ranks: int, tmp_path: Path, store: Path
+) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a few words to look at between the steps " * 16)
     done = cli.run("data", "build", str(tmp_path / "text"), str(tmp_path / "short"), "--suffix", ".txt")
     assert done.returncode == 0, done.stderr
-    short = tmp_path / "short" / "train"
-    # Two ranks without generated code, and one with it.
-    found = run_ranks(train_all, 2, tmp_path, store, short, "aot_eager", timeout=600)
-    found += run_ranks(train_all, 1, tmp_path, store, short, "inductor", timeout=600)
-    for rank in found:
+    for rank in run_ranks(train_all, ranks, tmp_path, store, tmp_path / "short" / "train", compiler, timeout=600):
         eager, (losses, graphs, names, notes) = (rank[name] for name in RUNS)
         assert eager[1] == [0] * STEPS
         assert eager[3] == []

@@ -9,13 +9,12 @@ import pytest
 
 from tests.parity import faults
 from tests.parity.compare import Cells, compare
-from tests.parity.envelope import Envelope, envelope, permuted_runs
-from tests.parity.measure import Run, run_rows
-from tests.parity.rows import ROWS, SIM_ROWS, SPMD_ROWS, Row
+from tests.parity.envelope import Envelope, envelopes, permuted_runs
+from tests.parity.measure import Run, build_store, run_rows
+from tests.parity.rows import REFERENCES, ROWS, SIM_ROWS, SPMD_ROWS, Row
 from tests.parity.table import JSON, MARKDOWN, markdown, read
 from tests.ranks import run_ranks
 
-REFERENCES = [row for row in ROWS if row.name == row.reference]
 SAMPLE = [
     "shard 2, ZeRO 3",
     "tp 2, sequence parallel",
@@ -33,17 +32,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def store(folder: Path) -> Path:
+    return build_store(folder / "data")
+
+
+@pytest.fixture(scope="module")
 def runs(folder: Path, store: Path) -> dict[str, Run]:
     return run_rows([*REFERENCES, *(row for row in ROWS if row.name in SAMPLE)], folder, store)
 
 
 @pytest.fixture(scope="module")
-def bounds(runs: dict[str, Run], folder: Path, store: Path) -> Envelope:
-    return envelope(runs["1 device"], run_ranks(permuted_runs, 1, folder, store, timeout=300)[0])
+def bounds(runs: dict[str, Run], folder: Path, store: Path) -> dict[str, Envelope]:
+    return envelopes(runs, run_ranks(permuted_runs, 1, folder, store, REFERENCES, timeout=300)[0])
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_within_bounds(name: str, runs: dict[str, Run], bounds: Envelope) -> None:
+def test_within_bounds(name: str, runs: dict[str, Run], bounds: dict[str, Envelope]) -> None:
     row = next(row for row in ROWS if row.name == name)
     cells = compare(row, runs, bounds)
     assert cells.faults() == [], cells
@@ -65,7 +69,7 @@ def faulty(runs: dict[str, Run], folder: Path, store: Path) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("case", faults.CASES, ids=lambda case: case.fault.__name__)
-def test_the_table_shows(case: faults.Case, faulty: dict[str, Run], bounds: Envelope) -> None:
+def test_the_table_shows(case: faults.Case, faulty: dict[str, Run], bounds: dict[str, Envelope]) -> None:
     row = replace(case.row, name=case.fault.__name__)
     assert case.cells <= set(compare(row, faulty, bounds).faults())
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from tests import cli
 from tests.parity.compare import compare
-from tests.parity.envelope import envelope, permuted_runs
-from tests.parity.measure import run_rows
-from tests.parity.rows import ROWS, SIM_ROWS, Row
+from tests.parity.envelope import envelopes, permuted_runs
+from tests.parity.measure import build_store, run_rows
+from tests.parity.rows import REFERENCES, ROWS, SIM_ROWS, Row
 from tests.parity.table import MARKDOWN, Line, line, read, write
 from tests.ranks import run_ranks
 from tests.sim import build
@@ -29,9 +28,9 @@ def measured(folder: Path, rows: tuple[Row, ...]) -> dict[str, Line]:
         build.library()
         site(folder / "site")
         env = environment(folder)
-    store = cli.build_store(folder / "source")
+    store = build_store(folder / "source")
     runs = run_rows(rows, folder, store, env=env)
-    bounds = envelope(runs["1 device"], run_ranks(permuted_runs, 1, folder, store, timeout=600)[0])
+    bounds = envelopes(runs, run_ranks(permuted_runs, 1, folder, store, REFERENCES, timeout=900)[0])
     software = f"torch {torch.__version__} on {platform.machine()}"
     return {row.name: line(row.name, row.evidence, compare(row, runs, bounds), software) for row in rows}
 

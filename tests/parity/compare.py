@@ -36,13 +36,13 @@ class Cells:
         return found + [name for name in ("same", "twin") if getattr(self, name)]
 
 
-def compare(row: Row, runs: Mapping[str, Run], bounds: Envelope) -> Cells:
+def compare(row: Row, runs: Mapping[str, Run], envelopes: Mapping[str, Envelope]) -> Cells:
     """The cells of ``row`` by the runs of all rows."""
     run = runs[row.name]
     twin = _twin(run, runs[row.twin]) if row.twin else None
     if row.torch_dropout:  # its masks are its own: there is no reference
         return Cells(same=run.same, twin=twin)
-    reference = runs[row.reference]
+    reference, bounds = runs[row.reference], envelopes[row.reference]
     assert run.weights.keys() == reference.weights.keys()
     forced = [_gradient(run.forced_gradients[s], reference.forced_gradients[s]) for s in run.forced_gradients]
     return Cells(

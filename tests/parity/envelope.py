@@ -14,7 +14,7 @@ from accelbridge.models.config import ModelConfig
 from accelbridge.models.decoder import Decoder
 from tests import cli
 from tests.parity.measure import Run, Tensors, relative, whole
-from tests.parity.rows import MODEL, STEPS
+from tests.parity.rows import MODEL, STEPS, Row
 from tests.ranks import Rank
 
 FLOOR = 2.0**-22
@@ -22,10 +22,12 @@ FLOOR = 2.0**-22
 PERMUTATIONS = 8
 
 
-def permuted(state: Tensors, seed: int, *, back: bool = False) -> Tensors:
-    """The same decoder with its heads, feed-forward units and residual dimensions in another order."""
+def permuted(state: Tensors, seed: int, axes: Sequence[str], *, back: bool = False) -> Tensors:
+    """The same decoder with its heads, feed-forward units or residual dimensions ("heads", "ffn", "dim") in another
+    order."""
     generator = torch.Generator().manual_seed(seed)
     orders = {axis: torch.randperm(size, generator=generator) for axis, size in _AXES.items()}
+    orders = {axis: order if axis in axes else order.sort().values for axis, order in orders.items()}
     heads = orders["heads"].unsqueeze(1) * _HEAD_DIM + torch.arange(_HEAD_DIM)
     orders["heads"] = heads.flatten()
     if back:
@@ -62,30 +64,33 @@ class Envelope:
     weights: Mapping[str, float]
 
 
-def permuted_runs(ctx: Rank, folder: Path, store: Path) -> list[Run]:
-    """One device, with everything in other orders: steps of the plain recipe whose rows are permuted as well."""
-    runs = []
-    initial = {n: p.detach().clone() for n, p in _decoder().named_parameters()}
-    for seed in range(PERMUTATIONS):
-        model = _decoder()
-        model.load_state_dict(permuted(initial, seed))
-        recipe = cli.recipe(folder / f"permuted {seed}", store)
-        del recipe["model"]
-        with Trainer(recipe, model=model) as trainer:
-            trainer.setup()
-            norms: dict[int, float] = {}
-            for step in range(STEPS):
-                trainer.step = step
-                norms[step + 1] = float(trainer.train_step(_shuffled(trainer.loader.step(step), seed))["grad_norm"])
-            weights = permuted({n: whole(p) for n, p in trainer.model.named_parameters()}, seed, back=True)
-        runs.append(Run({}, norms, {f"model.{n}": t for n, t in weights.items()}))
-    return runs
+def permuted_runs(ctx: Rank, folder: Path, store: Path, references: Sequence[Row]) -> dict[str, list[Run]]:
+    """One device, with everything in other orders, the rows of a batch as well: runs by the reference's name."""
+    return {
+        row.name: [
+            _permuted_run(row, seed, folder / f"{row.name}, permuted {seed}", store) for seed in range(PERMUTATIONS)
+        ]
+        for row in references
+    }
 
 
-def _decoder() -> Decoder:
-    model = Decoder(ModelConfig.model_validate(MODEL))
-    model.reset_parameters(cli.recipe(Path(), Path())["train"]["seed"])
-    return model
+def _permuted_run(row: Row, seed: int, output: Path, store: Path) -> Run:
+    settings = {**MODEL, **row.sections.get("model", {})}
+    # Masks are drawn by the place of a residual dimension, which has to stay.
+    axes = ("heads", "ffn") if "dropout" in settings else ("heads", "ffn", "dim")
+    model = Decoder(ModelConfig.model_validate(settings))
+    recipe = cli.recipe(output, store)
+    model.reset_parameters(recipe["train"]["seed"])
+    model.load_state_dict(permuted(model.state_dict(), seed, axes))
+    del recipe["model"]
+    with Trainer(recipe, model=model) as trainer:
+        trainer.setup()
+        norms: dict[int, float] = {}
+        for step in range(STEPS):
+            trainer.step = step
+            norms[step + 1] = float(trainer.train_step(_shuffled(trainer.loader.step(step), seed))["grad_norm"])
+        weights = permuted({n: whole(p) for n, p in trainer.model.named_parameters()}, seed, axes, back=True)
+    return Run({}, norms, {f"model.{n}": t for n, t in weights.items()})
 
 
 def _shuffled(microbatches: list[Tensors], seed: int) -> list[Tensors]:
@@ -94,7 +99,12 @@ def _shuffled(microbatches: list[Tensors], seed: int) -> list[Tensors]:
     return [{name: tensor[order] for name, tensor in batch.items()} for batch in microbatches]
 
 
-def envelope(reference: Run, others: Sequence[Run]) -> Envelope:
+def envelopes(runs: Mapping[str, Run], others: Mapping[str, Sequence[Run]]) -> dict[str, Envelope]:
+    """Envelopes by the reference's name."""
+    return {name: _envelope(runs[name], permuted) for name, permuted in others.items()}
+
+
+def _envelope(reference: Run, others: Sequence[Run]) -> Envelope:
     norms: dict[int, float] = {}
     for step, norm in reference.norms.items():
         here = max(abs(other.norms[step] / norm - 1) for other in others)

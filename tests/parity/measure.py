@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import accelbridge
 from accelbridge import Trainer
 from accelbridge.checkpoint.load import load
 from accelbridge.checkpoint.manifest import complete
@@ -37,6 +38,19 @@ class Run:
     """How the run resumed on the same layout differs; "" if it doesn't."""
     moved_from: str = ""
     moved_losses: dict[int, float] = field(default_factory=dict)
+
+
+def build_store(folder: Path) -> Path:
+    """A token store of short documents of uneven length, so that every rank has another number of targets."""
+    text = "".join(path.read_text() for path in sorted(Path(accelbridge.__file__).parent.glob("*.py")))
+    lengths = torch.randint(4, 60, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    source = folder / "documents"
+    source.mkdir(parents=True)
+    for number, length in enumerate(lengths):
+        (source / f"{number}.txt").write_text(text[40 * number : 40 * number + length])
+    done = cli.run("data", "build", str(source), str(folder / "store"), "--suffix", ".txt")
+    assert done.returncode == 0, done.stderr
+    return folder / "store"
 
 
 Fault = Callable[[], AbstractContextManager[Any]]

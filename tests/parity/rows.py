@@ -101,6 +101,8 @@ ROWS: tuple[Row, ...] = (
     Row("nn.Dropout, shard 2", 2, torch_dropout=True, parts=frozenset({"free", "same"})),
 )
 
+REFERENCES = tuple(row for row in ROWS if row.name == row.reference)
+
 SIM_ROWS: tuple[Row, ...] = (
     Row("portable ops, shard 2", 2, PORTABLE),
     Row("portable ops, tp 2", 2, _and(PORTABLE, TP2)),

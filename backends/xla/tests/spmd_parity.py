@@ -21,11 +21,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import torch  # noqa: E402 (a script: the path comes first)
 from environment import environment  # noqa: E402 # pyright: ignore[reportMissingImports]
 
-from tests import cli  # noqa: E402
 from tests.parity.compare import compare  # noqa: E402
-from tests.parity.envelope import envelope, permuted_runs  # noqa: E402
-from tests.parity.measure import Run, measure, run_rows  # noqa: E402
-from tests.parity.rows import ROWS, SPMD_ROWS  # noqa: E402
+from tests.parity.envelope import envelopes, permuted_runs  # noqa: E402
+from tests.parity.measure import Run, build_store, measure, run_rows  # noqa: E402
+from tests.parity.rows import REFERENCES, SPMD_ROWS  # noqa: E402
 from tests.parity.table import line, read, write  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -36,9 +35,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ACCELBRIDGE_BACKEND"] = "cpu"
-        store = cli.build_store(folder / "store")
-        references = run_rows([row for row in ROWS if row.name == row.reference], folder, store)
-        bounds = envelope(references["1 device"], run_ranks(permuted_runs, 1, folder, store, timeout=600)[0])
+        store = build_store(folder / "store")
+        references = run_rows(REFERENCES, folder, store)
+        bounds = envelopes(references, run_ranks(permuted_runs, 1, folder, store, REFERENCES, timeout=900)[0])
         # A process of its own: the runtime counts its devices once, when it starts.
         command = [sys.executable, str(Path(__file__)), "--measure", str(folder)]
         env = environment(folder / "site", DEVICES) | {"ACCELBRIDGE_BACKEND": "xla"}
