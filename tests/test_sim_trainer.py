@@ -14,7 +14,7 @@ from tests import cli
 from tests.ranks import Rank, run_ranks
 from tests.scenes import FOUR, TWO, Sections, same_bits, sigterm_saves, train_all
 from tests.sim import build
-from tests.sim.backend import BACKENDS, site
+from tests.sim.backend import BACKENDS, environment, site
 from tests.sim.names import HPU, RENAMED
 
 STEPS = 6
@@ -38,13 +38,6 @@ SIMULATED = {BACKENDS[HPU].name: ALL, BACKENDS[RENAMED].name: ON_RENAMED}
 RUNS = {"cpu": ALL, **SIMULATED}
 CASES = [(backend, name) for backend, names in SIMULATED.items() for name in names]
 Fitted = Callable[[str], Path]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """What makes the simulated backends found."""
-    repository = Path(__file__).parent.parent
-    # A backend from outside the core is probed in a process of its own, which may be slow on a busy machine.
-    return {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(repository)]), "ACCELBRIDGE_PROBE_SECONDS": "60"}
 
 
 def _fit(ctx: Rank, folder: Path, store: Path, backend: str, runs: dict[str, Sections]) -> None:

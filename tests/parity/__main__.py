@@ -17,19 +17,17 @@ from tests.parity.rows import REFERENCES, ROWS, SIM_ROWS, Row
 from tests.parity.table import MARKDOWN, Line, line, read, write
 from tests.ranks import run_ranks
 from tests.sim import build
+from tests.sim.backend import site
 
 
 def measured(folder: Path, rows: tuple[Row, ...]) -> dict[str, Line]:
     """Lines of ``rows``, all run anew."""
-    env = {}
-    if any(row.twin for row in rows):
-        from tests.test_sim_trainer import environment, site
-
+    simulated = any(row.twin for row in rows)
+    if simulated:
         build.library()
         site(folder / "site")
-        env = environment(folder)
     store = build_store(folder / "source")
-    runs = run_rows(rows, folder, store, env=env)
+    runs = run_rows(rows, folder, store, simulated=simulated)
     bounds = envelopes(runs, run_ranks(permuted_runs, 1, folder, store, REFERENCES, timeout=900)[0])
     software = f"torch {torch.__version__} on {platform.machine()}"
     return {row.name: line(row.name, row.evidence, compare(row, runs, bounds), software) for row in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tests import cli
 from tests.parity.rows import FORCED, MODEL, SAVED, STEPS, Row
 from tests.ranks import Rank, run_ranks
 from tests.scenes import tensors
+from tests.sim.backend import environment
 
 Tensors = dict[str, Tensor]
 
@@ -168,9 +170,12 @@ Work = list[tuple[Row, str, Fault]]
 """Row, the row whose checkpoint it takes over, and its fault."""
 
 
-def measure_all(ctx: Rank, folder: Path, store: Path, work: Work) -> dict[str, Run]:
+def measure_all(ctx: Rank, folder: Path, store: Path, work: Work, simulated: bool) -> dict[str, Run]:
     """One rank of several rows, one after the other in the same processes."""
     ctx.launched()
+    if simulated:
+        sys.path.insert(0, str(folder / "site"))
+        os.environ |= environment(folder)
     runs = {row.name: measure(row, folder, store, previous, fault) for row, previous, fault in work}
     return runs if ctx.rank == 0 else {}
 
@@ -180,9 +185,10 @@ def run_rows(
     folder: Path,
     store: Path,
     faults: Mapping[str, Fault] | None = None,
-    env: Mapping[str, str] | None = None,
+    simulated: bool = False,
 ) -> dict[str, Run]:
-    """Run rows, those of one device first, since they are the references; ``faults`` by row."""
+    """Run rows, those of one device first, since they are the references; ``faults`` by row. ``simulated``: the
+    simulated backends can be found in ``folder / "site"``."""
     runs: dict[str, Run] = {}
     last: dict[str, str] = {}
     for devices in sorted({row.devices for row in rows}):
@@ -191,5 +197,5 @@ def run_rows(
             work.append((row, last.get(row.reference, ""), (faults or {}).get(row.name, nullcontext)))
             if not faults and "moved" in row.parts:
                 last[row.reference] = row.name
-        runs |= run_ranks(measure_all, devices, folder, store, work, timeout=900, env=env)[0]
+        runs |= run_ranks(measure_all, devices, folder, store, work, simulated, timeout=900)[0]
     return runs

@@ -7,6 +7,7 @@ be probed, in a process of its own, without importing torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import version
@@ -105,6 +106,13 @@ class Plugin:
 
 hpu_plugin = Plugin(HpuSim)
 acme_plugin = Plugin(AcmeSim)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes the simulated backends found, whose :func:`site` is ``folder / "site"``."""
+    repository = Path(__file__).parents[2]
+    # A backend from outside the core is probed in a process of its own, which may be slow on a busy machine.
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(repository)]), "ACCELBRIDGE_PROBE_SECONDS": "60"}
 
 
 def site(folder: Path) -> Path:
