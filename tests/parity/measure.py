@@ -81,6 +81,7 @@ def measure(row: Row, folder: Path, store: Path, previous: str, fault: Fault = n
 
 def _trainer(row: Row, output: Path, store: Path, resume: str | Path = "none") -> Trainer:
     sections = {name: dict(values) for name, values in row.sections.items()}
+    sections["backend"] = {"name": "cpu", **sections.get("backend", {})}  # the simulated ones would be preferred
     sections["checkpoint"] = {"interval": 5, "keep": 9, "asynchronous": False}
     recipe = cli.recipe(output, store, **sections)
     recipe["model"] = {**MODEL, **sections.get("model", {})}

@@ -35,7 +35,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ACCELBRIDGE_BACKEND"] = "cpu"
-        store = build_store(folder / "store")
+        store = build_store(folder)
         references = run_rows(REFERENCES, folder, store)
         bounds = envelopes(references, run_ranks(permuted_runs, 1, folder, store, REFERENCES, timeout=900)[0])
         # A process of its own: the runtime counts its devices once, when it starts.
