@@ -64,7 +64,9 @@ class Envelope:
     weights: Mapping[str, float]
 
 
-def permuted_runs(ctx: Rank, folder: Path, store: Path, references: Sequence[Row]) -> dict[str, list[Run]]:
+def permuted_runs(
+    ctx: Rank, folder: Path, store: Path, references: Sequence[Row], count: int = PERMUTATIONS
+) -> dict[str, list[Run]]:
     """One device, with everything in other orders, the rows of a batch as well: runs by the reference's name."""
     return {
         row.name: [
