@@ -7,11 +7,14 @@ resolve the process group registered under the name ..."; torch 2.9 to 2.13).
 
 from __future__ import annotations
 
-from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor import DTensor
 
 
 def forget_meshes() -> None:
     """Empty them; called where process groups are destroyed."""
+    # Not at the top: this loads inductor, which writes TORCHINDUCTOR_CACHE_DIR into the environment.
+    from torch.distributed.tensor import _redistribute, debug
+
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.10 and later: it has a part in C++
     if clear is not None:
         clear()
