@@ -10,7 +10,8 @@ from pathlib import Path
 from accelbridge.backend import World
 from accelbridge.render import devices_text, plan_text
 from accelbridge.train.config import ParallelConfig, TrainConfig
-from accelbridge.train.prepare import Provided, Target, choose_target, prepare
+from accelbridge.train.prepare import Target, choose_target, prepare
+from accelbridge.train.run_plan import Provided
 
 
 def explain_text(

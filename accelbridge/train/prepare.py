@@ -14,20 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelbridge.agreement import flatten
-from accelbridge.backend import Backend, Capabilities, Request, World
+from accelbridge.backend import Backend, Capabilities, World
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
-from accelbridge.memory import choice
 from accelbridge.memory.choice import Recompute
-from accelbridge.memory.config import Selective
-from accelbridge.models.requests import decoder_requests, loss_request
 from accelbridge.models.shapes import DECODER_SPEC, decoder_shapes
 from accelbridge.parallel.layout import Layout
-from accelbridge.parallel.spec import ShardingSpec, check_data_parallel
-from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
+from accelbridge.parallel.spec import check_data_parallel
+from accelbridge.plan import ExecutionPlan
 from accelbridge.plugins import Selection, choose, instantiate
 from accelbridge.train.check import (
     accumulation_steps,
@@ -36,14 +32,12 @@ from accelbridge.train.check import (
     check_tensor_parallel,
     resolve_layout,
 )
-from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
-from accelbridge.train.groups import group_notes, rules
+from accelbridge.train.config import TrainConfig
 from accelbridge.train.metrics import METRICS_FILE
+from accelbridge.train.run_plan import Provided, plan_run
 
 CHECKPOINTS = "checkpoints"
 SPLITS = ("train", "validation")
-PER_PROCESS = ("output", "metrics")
-"""Sections in which ranks may differ; everything else of a recipe is part of the contract."""
 
 
 @dataclass(frozen=True)
@@ -103,27 +97,6 @@ class Prepared:
         return self.resume.manifest.step if self.resume else 0
 
 
-@dataclass(frozen=True)
-class Provided:
-    """What a script brings itself instead of naming it in the recipe."""
-
-    model: bool = False
-    data: Mapping[str, str] = field(default_factory=dict)
-    """"train" and "validation" as far as the script brings them, each described for the other ranks to compare."""
-    loss: bool = False
-    dropout: bool = False
-    """Whether the model holds a dropout of ours."""
-    vocab_head: bool = True
-    """Whether the model leaves logits split along the vocabulary where tp is above 1."""
-    notes: Sequence[str] = ()
-    parameters: Mapping[str, Sequence[int]] | None = None
-    """Full name and shape of the parameters of its own model."""
-    units: int = 0
-    """Shard units of the script's own model."""
-    spec: ShardingSpec = field(default_factory=ShardingSpec)
-    """How the script's own model may be split."""
-
-
 def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
     """Choose and instantiate the backend of ``config``, and ask what it can do here."""
     with config.places.pointing():
@@ -180,10 +153,8 @@ def _prepare(
         with _path_of(f'output.dir "{output}"'):
             _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
-    recompute = _listed_recompute(config, provided)  # before a plan is made: it may name an op that isn't there
-    plan = _plan(config, world, target, layout, (train, validation), resumed, provided)
-    recompute = recompute or _within_budget(config, layout, size, plan)
-    plan = _with_units(plan, recompute, config.train.compile)
+    stores = {"train": train, "validation": validation}
+    plan, recompute = plan_run(config, world, target, layout, size, stores, resumed, provided)
     if resumed is not None:
         _same_order(config, resumed, plan.contract)
     if writes:
@@ -198,49 +169,6 @@ def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: 
         check_data_parallel(layout, DECODER_SPEC, decoder_shapes(config.model))
     elif provided.parameters is not None:
         check_data_parallel(layout, provided.spec, provided.parameters)
-
-
-def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | None:
-    """The recomputation that the recipe names; None where it gives a budget to choose by."""
-    setting = config.memory.recompute
-    if provided.model:
-        asked = ["memory.recompute"] * (setting != "none") + ["train.compile"] * config.train.compile
-        if asked and not provided.units:
-            raise choice.needs_units(asked[0])
-        from accelbridge.ops import NAMES  # who brings a module has torch loaded
-
-        return choice.listed_for_any(setting, NAMES)
-    if isinstance(setting, Selective) and setting.budget is not None:
-        return None
-    return choice.listed(setting, _decoder_requests(config))
-
-
-def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: ExecutionPlan) -> Recompute:
-    """The cheapest recomputation within ``memory.recompute.budget``. Loads torch, but opens no device."""
-    from accelbridge.memory.budget import choose, measure
-
-    setting = config.memory.recompute
-    assert config.model is not None
-    assert isinstance(setting, Selective)
-    assert setting.budget is not None
-    shape = (microbatch, config.train.seq_len)
-    activations = measure(
-        config.model, layout, shape, config.precision.compute, plan.loaders, segments=config.data.document_mask
-    )
-    return choose(activations, config.model.layers, setting.budget)
-
-
-def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> ExecutionPlan:
-    """The plan, which also says what is done to shard units."""
-    notes = [recompute.note] if recompute.note else []
-    notes += ["compile: each shard unit is one graph of torch.compile"] if compiled else []
-    contract = {**plan.contract, "recompute": recompute.as_dict()}
-    return replace(plan, notes=(*plan.notes, *notes), contract=contract)
-
-
-def _decoder_requests(config: TrainConfig) -> list[Request]:
-    assert config.model is not None, "prepare() checked it"
-    return decoder_requests(config.model, config.precision.compute, config.train.seq_len, config.data.document_mask)
 
 
 def _without_absent_data(config: TrainConfig, provided: Provided) -> tuple[TrainConfig, Provided]:
@@ -401,97 +329,3 @@ def _make_writable(output: Path) -> None:
         raise ConfigError(
             f'output.dir "{output}" asked; it cannot be written: {why}; set another output.dir'
         ) from error
-
-
-def _plan(
-    config: TrainConfig,
-    world: World,
-    target: Target,
-    layout: Layout,
-    stores: tuple[TokenStore | None, TokenStore | None],
-    resume: Resume | None,
-    provided: Provided,
-) -> ExecutionPlan:
-    dtype = config.precision.compute
-    model = [] if config.model is None else _decoder_requests(config)
-    dropout = [Request("dropout", dtype)] if provided.dropout else []
-    # Only modules that see local shapes meet a part of the vocabulary.
-    split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
-    loss = [] if provided.loss else [loss_request(dtype, split)]
-    shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
-    notes = list(provided.notes)
-    if shapes is not None:
-        rules(shapes, config.optimizer)
-        notes += group_notes(shapes, config.optimizer)
-    data = dict(provided.data)
-    data |= {name: store.fingerprint for name, store in zip(("train", "validation"), stores, strict=True) if store}
-    inputs = PlanInputs(
-        requests=[*model, *dropout, *loss, _update(config)],
-        layout=layout.as_dict(),
-        wire=_wire(config, layout, split, gathers=provided.loss and provided.vocab_head),
-        recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
-        data=data,
-        world_size=world.size,
-        chosen_ops=config.backend.ops,
-        fallback=config.backend.on_unsupported == "fallback",
-        notes=notes,
-    )
-    plan = resolve(target.selection, target.backend, target.capabilities, inputs)
-    if config.precision.compute == "float16":
-        plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale, plan)))
-    return replace(plan, facts={**plan.facts, "pid": os.getpid()})
-
-
-def _loss_scale_notes(scale: LossScaleChoice, plan: ExecutionPlan) -> list[str]:
-    """What float16 adds to a step."""
-    skipped = "updates whose gradients overflow are skipped on all ranks"
-    if isinstance(scale, float | int):
-        notes = [f"loss scale: {scale:g} throughout; {skipped}"]
-    else:
-        tuned = scale if isinstance(scale, LossScaleConfig) else LossScaleConfig()
-        notes = [
-            f"loss scale: from {tuned.initial:g}, x {tuned.growth:g} after {tuned.growth_interval} updates without "
-            f"overflow, x {tuned.backoff:g} after one; {skipped}"
-        ]
-    if "adamw" not in plan.loaders:
-        notes.append(
-            "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
-        )
-    return notes
-
-
-def _update(config: TrainConfig) -> Request:
-    """The optimizer's request; with float16 an implementation has to mask updates that overflow."""
-    needs = frozenset({"found_inf"} if config.precision.compute == "float16" else ())
-    return Request("adamw", config.precision.params, needs=needs)
-
-
-def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
-    """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
-    vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
-    compute, reduce = config.precision.compute, config.precision.reduce
-    wire: dict[tuple[str, str, str], None] = {}
-    if layout.dp_shard > 1:
-        wire["all_gather", compute, ""] = None
-        wire["reduce_scatter", reduce, "sum"] = None
-    if layout.dp_replicate > 1:
-        wire["all_reduce", reduce, "sum"] = None
-    if layout.tp > 1:
-        wire["all_reduce", compute, "sum"] = None
-    if split and not gathers:
-        wire["all_reduce", "float32", "max"] = None
-    if layout.tp > 1 and gathers:
-        wire["all_gather", compute, ""] = None
-    if layout.sequence_parallel:
-        wire["all_gather", compute, ""] = None
-        wire["reduce_scatter", compute, "sum"] = None
-    if layout.size > 1:
-        wire["all_reduce", "float32", "sum"] = None  # loss, count and norm
-    return list(wire)
-
-
-def _shared_settings(config: TrainConfig) -> dict[str, Any]:
-    tree = {name: value for name, value in config.model_dump().items() if name not in PER_PROCESS}
-    # Paths may differ by host; the contract carries the content's fingerprint.
-    tree["data"] = {name: tree["data"][name] for name in ("shuffle", "document_mask")}
-    return flatten({name: value for name, value in tree.items() if value is not None})

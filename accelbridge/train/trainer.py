@@ -44,8 +44,9 @@ from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_bat
 from accelbridge.train.loss_scale import PREFIX, LossScale
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
-from accelbridge.train.prepare import CHECKPOINTS, Prepared, Provided, check_unchanged, prepare
+from accelbridge.train.prepare import CHECKPOINTS, Prepared, check_unchanged, prepare
 from accelbridge.train.progress import make_progress
+from accelbridge.train.run_plan import Provided
 from accelbridge.train.stop import StopOnSignal
 from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
