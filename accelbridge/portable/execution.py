@@ -33,6 +33,8 @@ from accelbridge.errors import ConfigError
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
 from accelbridge.portable.dtensor_cache import forget_meshes
+from accelbridge.portable.evaluation import without_training
+from accelbridge.portable.sharded_adamw import local
 from accelbridge.portable.tensor_parallel import split_model
 
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -65,6 +67,7 @@ class EagerExecution(Execution):
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
         self._realised: dict[int, _Realised] = {}
+        self._known_shares: dict[tuple[float, ...], Tensor] = {}
 
     def devices_per_process(self, devices: int) -> int:
         return 1
@@ -81,6 +84,7 @@ class EagerExecution(Execution):
     def close(self) -> None:
         self._mesh = self._control = None
         self._realised.clear()
+        self._known_shares.clear()
         self._collectives.shutdown()
         forget_meshes()
 
@@ -159,14 +163,10 @@ class EagerExecution(Execution):
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[None]:
-        training = [module for module in model.modules() if module.training]  # some may be frozen with eval()
-        model.eval()
         try:
-            with torch.no_grad():
+            with without_training(model):
                 yield
         finally:
-            for module in training:
-                module.training = True
             for module in self._realised[id(model)].modules:
                 module.reshard()  # without a backward pass, nothing else does
 
@@ -202,18 +202,24 @@ class EagerExecution(Execution):
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
         # The norm is float32, and each element counts once: a copy weighs its share of them.
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        squares = torch.stack(torch._foreach_norm([g.float() for g in local])).square()
-        shares = torch.tensor([1 / self._copies(g) for g in gradients]).to(self.device, non_blocking=True)
-        total = (squares * shares).sum()
+        parts = [local(g) for g in gradients]
+        squares = torch.stack(torch._foreach_norm([part.float() for part in parts])).square()
+        total = (squares * self._shares(gradients)).sum()
         if self._layout.size > 1:
             dist.all_reduce(total)
         norm = total.sqrt()
         if max_norm is not None:
-            torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def _copies(self, gradient: Tensor) -> int:
+    def _shares(self, gradients: list[Tensor]) -> Tensor:
+        """What each gradient weighs here; the copies are those of the layout, so the device is told of them once."""
+        copies = tuple(self._copies(gradient) for gradient in gradients)
+        if copies not in self._known_shares:
+            self._known_shares[copies] = torch.tensor([1 / n for n in copies], device=self.device)
+        return self._known_shares[copies]
+
+    def _copies(self, gradient: Tensor) -> float:
         """Devices that hold the same elements of ``gradient``."""
         assert isinstance(gradient, DTensor), "realise() distributes every parameter"
         sizes = gradient.device_mesh.shape

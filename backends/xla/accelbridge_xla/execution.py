@@ -10,8 +10,8 @@ between its forward and its backward use, which stage 3 promises in the eager mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from accelbridge.backend import Device, Execution, Precision, Support, World, un
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
+from accelbridge.portable.evaluation import without_training
 from accelbridge_xla.adamw import OnDeviceAdamW
 from accelbridge_xla.hardware import ONE_PROCESS
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
@@ -150,16 +151,8 @@ class XlaExecution(Execution):
         self._optimizer = OnDeviceAdamW(params, **options)
         return self._optimizer
 
-    @contextmanager
-    def evaluation(self, model: nn.Module) -> Iterator[None]:
-        training = [module for module in model.modules() if module.training]  # some may be frozen with eval()
-        model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module in training:
-                module.training = True
+    def evaluation(self, model: nn.Module) -> AbstractContextManager[None]:
+        return without_training(model)
 
     # ---- step
 
