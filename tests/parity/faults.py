@@ -21,7 +21,7 @@ from accelbridge import Trainer, ops
 from accelbridge.portable.device import TorchDevice
 from accelbridge.portable.execution import EagerExecution
 from tests.parity.measure import Fault
-from tests.parity.rows import ROWS, Row
+from tests.parity.rows import MODEL, ROWS, Row
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def tied_weight_counted_twice() -> Iterator[None]:
     copies = EagerExecution._copies
 
     def twice(self: EagerExecution, gradient: Tensor) -> float:
-        is_embedding = gradient.shape[0] == 260
+        is_embedding = gradient.shape[0] == MODEL["vocab_size"]
         return copies(self, gradient) / (2 if is_embedding else 1)
 
     with patch.object(EagerExecution, "_copies", twice):
