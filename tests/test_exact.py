@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accelbridge import load_backend
 from accelbridge.backend import Precision
@@ -88,7 +89,7 @@ def train(layout: Layout, microbatches: int) -> Result:
         optimizer.zero_grad()
         losses.append(float(execution.sum(total)))
     state = execution.state(model, optimizer)["model.weight"]
-    weight = state.full_tensor().clone()
+    weight = (state.full_tensor() if isinstance(state, DTensor) else state).clone()
     execution.close()
     return losses, weight
 

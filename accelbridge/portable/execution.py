@@ -1,7 +1,9 @@
 """The eager execution model: one process per device, process groups, FSDP2.
 
-All data-parallel layouts are FSDP2 (``fully_shard``) on a mesh of (dp_replicate, dp_shard); replication alone is
-a shard group of one. ZeRO stages differ in what stays whole between the microbatches of a step:
+Sharded layouts are FSDP2 (``fully_shard``) on a mesh of (dp_replicate, dp_shard). Where every process holds the whole
+model, parameters stay what they are, and their gradients are summed in buckets (:mod:`.replicas`); but tensor
+parallelism, or another dtype to compute or reduce in, takes FSDP2 there too, on a shard group of one. ZeRO stages
+differ in what stays whole between the microbatches of a step:
 
     stage 1  parameters are gathered once a step, gradients accumulate whole and are reduced once
     stage 2  parameters are gathered once a step, gradients are reduce-scattered every microbatch
@@ -34,12 +36,13 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
 from accelbridge.portable.dtensor_cache import forget_meshes
 from accelbridge.portable.evaluation import without_training
+from accelbridge.portable.replicas import Replicas
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.portable.tensor_parallel import split_model
 
 AXES = ("dp_replicate", "dp_shard", "tp")
-"""Axes of the mesh, outermost first. dp_shard is always there, since parameters are always FSDP2's; the others only
-where they are larger than 1."""
+"""Axes of the mesh, outermost first. dp_shard is always there, since FSDP2 always has it; the others only where they
+are larger than 1."""
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
 Site = tuple[nn.Module, str]
@@ -48,9 +51,12 @@ Site = tuple[nn.Module, str]
 
 @dataclass
 class _Realised:
-    """A model that is sharded."""
+    """A model that is sharded, or whole on every process."""
 
     modules: list[FSDPModule]
+    """Those that FSDP2 shards."""
+    replicas: Replicas | None = None
+    """What sums the gradients of a model that is whole."""
     mode: tuple[bool, bool, bool] | None = None
     """What the last microbatch was told to do: reduce-scatter, all-reduce, free parameters."""
 
@@ -130,32 +136,46 @@ class EagerExecution(Execution):
             _tie(ties)
         _place_buffers(model, self.device)
         units = _units(model, spec, ties)
+        if finish is not None:
+            names = {id(module): name for name, module in model.named_modules()}
+            for unit in units:
+                finish(names[id(unit)], unit)
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
+        whole = self._stays_whole(precision)
+        sharded = _Realised([]) if whole else self._sharded(model, units, precision)
+        if on_meta:
+            # Unlike to_empty(), this leaves buffers, which have values.
+            model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
+            _tie(ties)
+            _fill(model, initialise)
+        if (
+            whole and self._layout.dp_replicate > 1
+        ):  # last: what a parameter does with its gradient goes with the object
+            sharded.replicas = Replicas(model.parameters(), self._started.get_group("dp_replicate"))
+        self._realised[id(model)] = sharded
+        return model
+
+    def _stays_whole(self, precision: Precision) -> bool:
+        one_dtype = precision.compute == precision.params == precision.reduce
+        return self._layout.dp_shard == 1 and self._layout.tp == 1 and one_dtype
+
+    def _sharded(self, model: nn.Module, units: list[nn.Module], precision: Precision) -> _Realised:
         options: dict[str, Any] = {
             "mesh": self._started[("dp_replicate", "dp_shard") if self._layout.dp_replicate > 1 else "dp_shard"],
             # None: units are freed after use, the root is not, since the backward pass starts with it.
             "reshard_after_forward": None if self._layout.zero == 3 else False,
             "shard_placement_fn": partial(_dp_placement, degree=self._layout.dp_shard),
         }
-        if finish is not None:
-            names = {id(module): name for name, module in model.named_modules()}
-            for unit in units:
-                finish(names[id(unit)], unit)
         for module in reversed(units):
             fully_shard(module, mp_policy=_policy(precision), **options)
         # The root also casts floating-point inputs, which are the batch's; inside, side inputs keep their dtype.
         fully_shard(model, mp_policy=_policy(precision, cast_inputs=True), **options)
-        self._realised[id(model)] = sharded = _Realised(list(_fsdp_modules(model)))
+        sharded = _Realised(list(_fsdp_modules(model)))
         if self._layout.data_parallel > 1:  # one device sums anyway, and would divide by 1.0 in a pass of its own
             for module in sharded.modules:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        if on_meta:
-            # Unlike to_empty(), this leaves buffers, which have values.
-            model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
-            _tie(ties)
-            _fill(model, initialise)
-        return model
+        return sharded
 
     def compile(self, unit: nn.Module) -> None:
         # Not unit.compile(), which takes in the hooks: those of FSDP2, added later, communicate and must stay outside.
@@ -174,10 +194,14 @@ class EagerExecution(Execution):
 
     def microbatch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
         last = index == count - 1
+        sharded = self._realised[id(model)]
+        if sharded.replicas is not None:
+            sharded.replicas.sums = last
+        if not sharded.modules:
+            return _nothing()
         whole = self._layout.zero < 3 or self._layout.dp_shard == 1
         accumulate_whole = self._layout.zero == 1 or self._layout.dp_shard == 1
         mode = (last or not accumulate_whole, last, last or not whole)
-        sharded = self._realised[id(model)]
         if mode != sharded.mode:
             sharded.mode = mode
             for module in sharded.modules:
@@ -221,7 +245,8 @@ class EagerExecution(Execution):
 
     def _copies(self, gradient: Tensor) -> float:
         """Devices that hold the same elements of ``gradient``."""
-        assert isinstance(gradient, DTensor), "realise() distributes every parameter"
+        if not isinstance(gradient, DTensor):
+            return self._layout.size
         sizes = gradient.device_mesh.shape
         return math.prod(n for n, p in zip(sizes, gradient.placements, strict=True) if p.is_replicate())
 
@@ -262,6 +287,8 @@ def _check_dimensions(model: nn.Module) -> None:
             f"a model with parameter {scalar}, which has no dimension; parameters are sharded along dimension 0; "
             "give it the shape (1,)"
         )
+    if strided := next((name for name, p in model.named_parameters() if not p.is_contiguous()), None):
+        raise ConfigError(f"a model with parameter {strided}, which is not contiguous; make it so with .contiguous()")
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -385,15 +412,19 @@ def _tie(groups: list[list[Site]]) -> None:
 
 def _fill(model: nn.Module, initialise: Initialise) -> None:
     """Write each parameter's local part, which is a box of the full parameter."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
+            shape, offset = _box(parameter)
             values = initialise(name, tuple(parameter.shape), range(offset[0], offset[0] + shape[0]))
             for dim, (first, length) in enumerate(zip(offset[1:], shape[1:], strict=True), start=1):
                 values = values.narrow(dim, first, length)
-            parameter.to_local().copy_(values)
+            local(parameter).copy_(values)
+
+
+def _box(parameter: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of this process's part."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), (0,) * parameter.dim()
+    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
