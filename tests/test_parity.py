@@ -47,7 +47,7 @@ def runs(folder: Path, store: Path) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def bounds(runs: dict[str, Run], folder: Path, store: Path) -> dict[str, Envelope]:
-    return envelopes(runs, run_ranks(permuted_runs, 1, folder, store, REFERENCES, 4, timeout=300)[0])
+    return envelopes(runs, run_ranks(permuted_runs, 1, folder, store, REFERENCES, 4, timeout=900)[0])
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -754,7 +754,7 @@ def test_logits_never_travel(two: list[Found], four: list[Found]) -> None:
     for found in two + four:
         assert found.calls == [("allreduce", 24 * 4), ("allreduce", 2 * 24 * 4)]
         largest, logits = found.step
-        assert largest < logits / 4
+        assert largest < logits / 2  # torch 2.9 hands the gradients of the root to a group of one: 2 x 4096 x 8 / tp
 
 
 @pytest.mark.parametrize(
