@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelbridge.checkpoint.manifest import complete
 from accelbridge.train import emergency
 from accelbridge.train.loss import NextTokenLoss
 from tests import cli
-from tests.ranks import Rank, run_ranks
+from tests.ranks import Rank, outcomes, run_ranks
 from tests.scenes import same_bits
 
 STEPS = 8
@@ -71,8 +72,9 @@ def test_sigusr1_to_the_launcher_saves_and_the_run_goes_on(tmp_path: Path, store
 def timed(folder: Path, store: Path, **sections: Any) -> tuple[float, Path]:
     recipe = cli.recipe(folder, store, metrics={"interval": 1}, **sections)
     recipe["train"]["steps"] = 100_000
+    trainer = Trainer(recipe)
     began = time.time()
-    result = Trainer(recipe).fit()
+    result = trainer.fit()
     assert result.stopped
     (saved,) = complete(folder / "checkpoints")
     assert saved.name == f"step_{result.step}"
@@ -82,14 +84,14 @@ def timed(folder: Path, store: Path, **sections: Any) -> tuple[float, Path]:
 
 
 def test_a_limit_of_its_own(tmp_path: Path, store: Path) -> None:
-    seconds, _ = timed(tmp_path, store, train={"max_seconds": 4}, checkpoint={"before_seconds": 1.5})
-    assert 1.0 < seconds < 4.0
+    seconds, _ = timed(tmp_path, store, train={"max_seconds": 6}, checkpoint={"before_seconds": 3})
+    assert 1.0 < seconds < 6.0
 
 
 def test_the_end_of_the_slurm_job(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = int(time.time()) + 6
+    end = int(time.time()) + 8
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-    timed(tmp_path, store, checkpoint={"before_seconds": 2})
+    timed(tmp_path, store, checkpoint={"before_seconds": 4})
     assert time.time() < end
 
 
@@ -170,16 +172,6 @@ def within_the_update(ctx: Rank) -> Iterator[None]:
 
 
 @contextmanager
-def on_one_rank(ctx: Rank) -> Iterator[None]:
-    """The other hangs in a collective meanwhile."""
-    if ctx.rank == 1:
-        with before_the_step(ctx):
-            yield
-    else:
-        yield
-
-
-@contextmanager
 def with_nan(ctx: Rank) -> Iterator[None]:
     real = Trainer.train_step
 
@@ -202,9 +194,16 @@ SAVED = {
 }
 LOST = {
     "within the update": (within_the_update, "the update of step 6 had begun"),
-    "on one rank": (on_one_rank, "rank 0 did not answer"),
     "with NaN": (with_nan, "parameters are not finite"),
 }
+
+
+def fail(recipe: dict[str, Any]) -> None:
+    try:
+        Trainer(recipe).fit()
+    except (Bug, RuntimeError):  # or what a lost neighbour leads to
+        return
+    raise AssertionError("nothing failed")
 
 
 def failing(ctx: Rank, folder: Path, store: Path) -> None:
@@ -217,10 +216,9 @@ def failing(ctx: Rank, folder: Path, store: Path) -> None:
         recipe["train"]["steps"] = STEPS
         if fault is not None:
             os.environ["TORCHELASTIC_RUN_ID"] = name
-            with fault(ctx), pytest.raises(Exception):  # noqa: B017  (a Bug, or what a lost neighbour leads to)
-                Trainer(recipe).fit()
-            ctx.store().add(f"ended {name}", 1)
-            cli.wait_for(lambda name=name: ctx.store().add(f"ended {name}", 0) == ctx.size, 60, "the end of all ranks")
+            with fault(ctx):
+                fail(recipe)
+            gc.collect()  # the groups of what has failed, which its traceback held
         os.environ["TORCHELASTIC_RUN_ID"] = name + ", again"
         Trainer(recipe, resume="auto").fit()
 
@@ -241,12 +239,30 @@ def test_a_run_that_fails_saves_its_last_whole_step(tmp_path: Path, store: Path,
         for rank in range(size):
             assert "emergency checkpoint of step 5" in (output / "logs" / f"rank_{rank}.log").read_text()
     for name, (_, reason) in LOST.items():
-        if name == "on one rank" and size == 1:
-            continue
         assert [p.name for p in complete(tmp_path / name / "checkpoints")] == ["step_4", "step_8"], name
         said = (tmp_path / name / "logs" / f"rank_{size - 1}.log").read_text()
         assert "no emergency checkpoint of step 5" in said
         assert reason in said, said
+
+
+def one_fails(ctx: Rank, folder: Path, store: Path) -> None:
+    """Rank 1 fails while rank 0 waits for it in a collective."""
+    ctx.launched()
+    emergency.LISTEN_SECONDS = 1.0
+    recipe = cli.recipe(folder, store, checkpoint={"interval": 4})
+    recipe["train"]["steps"] = STEPS
+    with before_the_step(ctx) if ctx.rank == 1 else nullcontext():
+        Trainer(recipe).fit()
+
+
+def test_an_error_on_one_rank_delays_nobody(tmp_path: Path, store: Path) -> None:
+    ended = outcomes(one_fails, 2, tmp_path, store, timeout=60)
+    assert [o.error for o in ended] != ["", ""]
+    assert ended[1].error == "Bug"
+    assert ended[0].error not in ("", "timeout")
+    said = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "no emergency checkpoint of step 5: rank 0 did not answer within 1 s" in said
+    assert [p.name for p in complete(tmp_path / "checkpoints")] == ["step_4"]
 
 
 def test_an_interruption_is_no_failure(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

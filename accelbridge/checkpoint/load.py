@@ -71,8 +71,14 @@ def load(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) 
 
     Raises CheckpointError where names or shapes are those of another model.
     """
+    manifest = manifests.read(path)
+    _check_fits(path, state, read_metadata(path, manifest).state_dict_metadata)
+    fill(path, state, group)
+
+
+def fill(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """:func:`load` without looking whether ``state`` is all that ``path`` holds. Raises CheckpointError."""
     reader = _Reader(path, manifests.read(path))
-    _check_fits(path, state, reader.read_metadata().state_dict_metadata)
     try:
         dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), process_group=group, no_dist=group is None)
     except (dcp.CheckpointException, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:

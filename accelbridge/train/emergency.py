@@ -64,12 +64,14 @@ def _objection(trainer: Trainer, error: Exception) -> str:
         return "a checkpoint is what failed"
     if trainer.updating:
         return f"the update of step {trainer.step + 1} had begun"
+    # Also takes gathered parameters back to shards: those of a forward pass have no memory once it has failed.
+    state = trainer.model.state_dict()
     parameters = dict(trainer.model.named_parameters())
-    buffers = [name for name in trainer.model.state_dict() if name not in parameters]
+    buffers = [name for name in state if name not in parameters]
     if buffers:
         return f"the model has a buffer, {buffers[0]}, which the unfinished step may have changed"
     # A run that resumed from NaN would be worse than one that repeats a few steps.
-    if not all(bool(torch.isfinite(local(p.detach())).all()) for p in parameters.values()):
+    if not all(bool(torch.isfinite(local(tensor)).all()) for tensor in state.values()):
         return "parameters are not finite"
     return ""
 
