@@ -80,12 +80,14 @@ def _vote(ballot: dist.Store, world: World, step: int, objection: str) -> str:
     """The verdict that all ranks share: empty to save, or why not."""
     ballot.set(f"word/{world.rank}", json.dumps([step, objection]))
     deadline = time.monotonic() + LISTEN_SECONDS
-    absent = list(range(world.size))
+    # Where this rank objects there is nothing to wait for.
+    absent = [] if objection else list(range(world.size))
     while absent and time.monotonic() < deadline:
         absent = [rank for rank in absent if not ballot.check([f"word/{rank}"])]
         if absent:
             time.sleep(0.05)
-    words = {rank: json.loads(ballot.get(f"word/{rank}")) for rank in range(world.size) if rank not in absent}
+    heard = [world.rank] if objection else [rank for rank in range(world.size) if rank not in absent]
+    words = {rank: json.loads(ballot.get(f"word/{rank}")) for rank in heard}
     # Written once: a rank whose patience ended a moment before the last word came must not decide otherwise.
     return ballot.compare_set("verdict", "", _judge(words, absent) or "save").decode().removeprefix("save")
 
