@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from accelbridge.checkpoint import manifest as manifests
@@ -80,7 +81,7 @@ def payloads(proof: Path) -> dict[str, Any]:
         "as a key": Metadata({}, storage_data={Reduced(os.mkdir, str(proof)): 1}),
         "torch.storage": Reduced(torch.storage._load_from_bytes, pickle.dumps(evil)),
         "torch.load": Reduced(torch.load, str(proof)),
-        "torch._utils": Reduced(torch._utils._rebuild_tensor_v2, evil, 0, (1,), (1,), False, {}),
+        "torch._utils": Reduced(_rebuild_tensor_v2, evil, 0, (1,), (1,), False, {}),
         "pickle.loads": Reduced(pickle.loads, pickle.dumps(evil)),
         "getattr": Reduced(getattr, os, "system"),
         "partial": Reduced(functools.partial, os.system, f"touch {proof}"),

@@ -213,6 +213,14 @@ def test_a_finished_run_resumes_to_nothing_to_do(run: Path, store: Path) -> None
     assert sorted(cli.steps_of(run)) == list(range(1, STEPS + 1))
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Path, straight: Path, store: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / ".step_2.partial").mkdir(parents=True)
+    fit(run, store, resume="auto")
+    assert [p.name for p in complete(run / "checkpoints")] == ["step_2", "step_4", "step_6"]
+    assert (run / "metrics.1.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+
+
 def test_a_checkpoint_of_the_future(run: Path, store: Path) -> None:
     short = recipe(run, store)
     short["train"]["steps"] = 4

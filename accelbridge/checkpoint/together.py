@@ -28,10 +28,11 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
         value = action()
     except (CheckpointException, Exception) as error:  # DCP's exception derives from BaseException
         fault, raised = describe(error), error
-    outcomes = [(value, fault)]
+    outcomes: list[tuple[Any, str | None]] = [(value, fault)]
     if group is not None:
-        outcomes = [(None, None)] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (value, fault), group=group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (value, fault), group=group)
+        outcomes = gathered
     faults = [(rank, text) for rank, (_, text) in enumerate(outcomes) if text is not None]
     if not faults:
         return [result for result, _ in outcomes]

@@ -74,6 +74,8 @@ class Prepared:
     resume: Resume | None
     plan: ExecutionPlan
     recompute: Recompute = field(default_factory=Recompute)
+    continues: bool = False
+    """Whether the run goes on in its folder (``--resume auto``), though perhaps from no checkpoint."""
 
     @property
     def output(self) -> Path:
@@ -148,7 +150,8 @@ def _prepare(
         check_same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+    continues = str(resume) == "auto"
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute, continues)
 
 
 def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: Provided) -> None:

@@ -179,12 +179,13 @@ def _entry(plan: Mapping[str, Any], section: str, name: str) -> Any:
 def check_unchanged(prepared: Prepared) -> None:
     """Look once more, now that ``output.dir`` is locked: another run may have ended there in the meantime."""
     resume = prepared.resume
-    if resume is None:
+    if resume is None and not prepared.continues:
         refuse_other_run(prepared.output)
         return
-    known = {resume.path, *(p.path for p in resume.passed_over)}
+    # One that was killed before its first checkpoint goes on from the start.
+    known = {resume.path, *(p.path for p in resume.passed_over)} if resume is not None else set()
     for path in reversed(manifests.published(prepared.output / CHECKPOINTS)):
-        if path not in known and (manifests.step_of(path) or 0) > resume.manifest.step:
+        if path not in known and (manifests.step_of(path) or 0) > prepared.start_step:
             raise CheckpointError(
                 f"{path} was written by another run while this one was waiting; start again with --resume auto"
             )
