@@ -454,6 +454,10 @@ class Execution(ABC):
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Waits for all of them, so it belongs between steps."""
 
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """:meth:`any` for each of ``flags``; to be overridden where one reduction serves them all."""
+        return [self.any(flag) for flag in flags]
+
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Global 2-norm of the gradients (each parameter counted once), on the device; scales them to

@@ -12,6 +12,7 @@ from torch import nn
 from accelbridge import load_backend
 from accelbridge.backend import Precision
 from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.retention import Retention
 from accelbridge.checkpoint.save import Checkpointer
 from accelbridge.models.init import Init, initial_values
 from accelbridge.parallel.layout import Layout
@@ -34,7 +35,7 @@ model = execution.realise(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 checkpointer = Checkpointer(
-    Path(sys.argv[1]), group=execution.control_group, rank=world.rank, keep=1, asynchronous=True
+    Path(sys.argv[1]), group=execution.control_group, rank=world.rank, retention=Retention(newest=1)
 )
 
 for step in range(1, 101):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -40,11 +40,12 @@ def run(*args: str, timeout: float = 120, cwd: Path | None = None, **env: str) -
     )
 
 
-def start(*args: str, **env: str) -> subprocess.Popen[str]:
-    """``accelbridge ARGS`` in a process group of its own, so that a test can kill all of it."""
+def start(*args: str, output: IO[str] | None = None, **env: str) -> subprocess.Popen[str]:
+    """``accelbridge ARGS`` in a process group of its own, so that a test can kill all of it. What it says goes to
+    ``output``, or to a pipe."""
     return subprocess.Popen(
         [*ACCELBRIDGE, *args],
-        stdout=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment(**env),

@@ -22,7 +22,8 @@ from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.cli import main
 from accelbridge.models.config import ModelConfig
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.prepare import CHECKPOINTS, Prepared, choose_target, prepare
+from accelbridge.train.prepare import Prepared, choose_target, prepare
+from accelbridge.train.resume import CHECKPOINTS
 from accelbridge.train.world import world_from_environment
 from tests import cli
 
@@ -286,7 +287,7 @@ def test_resume_of_what_cannot_be_resumed(finished: Path, run: Run, unchanged: C
             "another model",
             "model.dim is 64 there, 32",
         ],
-        str(checkpoint(folder / "newer", 25, version=2)): ["format version 2", "reads version 1", "release that wrote"],
+        str(checkpoint(folder / "newer", 25, version=2)): ["format version 2", "reads version 1", "use accelbridge"],
         str(checkpoint(folder / "late", 21)): ["at step 21", "train.steps is 20", "raise train.steps"],
         str(known / "step_10"): ["also holds step_20", "set another output.dir"],
         "x" * 300: ["--resume xxx", "File name too long", "set another path"],
@@ -313,9 +314,15 @@ def test_resume_that_works(finished: Path, store: Path) -> None:
     assert resolved(finished, str(at_10), output).start_step == 10
 
 
-def test_resume_auto_takes_no_older_one_for_a_newer_format(finished: Path, run: Run) -> None:
-    checkpoint(finished.parent / "run-recipe" / CHECKPOINTS / "step_30", 30, version=2)
-    refused(run("train", str(finished), "--resume", "auto"), "step_30", "format version 2")
+def test_resume_auto_passes_over_what_it_cannot_read(finished: Path) -> None:
+    checkpoints = finished.parent / "run-recipe" / CHECKPOINTS
+    checkpoint(checkpoints / "step_30", 30, version=2)
+    (checkpoints / "step_40").mkdir()
+    found = resolved(finished).resume
+    assert found is not None
+    assert found.manifest.step == 20
+    assert [(p.path.name, p.foreign) for p in found.passed_over] == [("step_40", False), ("step_30", True)]
+    assert "format version 2" in found.passed_over[1].fault
 
 
 def test_an_error_that_is_found_late_leaves_no_output_folder(tmp_path: Path, store: Path, run: Run) -> None:

@@ -1,10 +1,9 @@
-"""Checkpoints: whole or not there, verified when read, and never able to run code."""
+"""The pieces of checkpoints, alone: whole or not there, verified when read, kept by rules."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelbridge import Trainer
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.retention import Retention
 from accelbridge.checkpoint.save import Checkpointer, sweep
+from accelbridge.checkpoint.stage import Stage
 from accelbridge.errors import CheckpointError
-from tests import cli
-
-# ------------------------------------------------------------------------------------------- the pieces, alone
 
 
 def make(root: Path, step: int = 1, keep: int = 9, asynchronous: bool = True) -> dict[str, Tensor]:
     """Save a small state at ``step`` and return it."""
     state = {"a": torch.arange(1000.0), "b": torch.ones(3, 4, dtype=torch.bfloat16), "empty": torch.empty(0, 5)}
-    saver = Checkpointer(root, group=None, rank=0, keep=keep, asynchronous=asynchronous)
+    saver = Checkpointer(root, group=None, rank=0, retention=Retention(keep), asynchronous=asynchronous)
     saver.save(state, Manifest(step=step, world_size=1))
     saver.close()
     return state
@@ -50,7 +47,7 @@ def test_round_trip(tmp_path: Path, asynchronous: bool) -> None:
 
 def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1_000_000)}
-    saver = Checkpointer(tmp_path, group=None, rank=0, keep=1, asynchronous=True)
+    saver = Checkpointer(tmp_path, group=None, rank=0, asynchronous=True)
     saver.save(state, Manifest(step=1, world_size=1))
     state["a"].fill_(7.0)  # the next step goes on at once
     saver.close()
@@ -85,6 +82,47 @@ def test_what_a_kill_leaves_is_not_a_checkpoint(tmp_path: Path) -> None:
         manifests.read(tmp_path / "step_3")
 
 
+def saved(root: Path, metrics: dict[int, dict[str, float]], retention: Retention) -> list[int]:
+    """Save each step of ``metrics`` and return the steps that are left."""
+    saver = Checkpointer(root, group=None, rank=0, retention=retention)
+    for step, values in metrics.items():
+        saver.save({"a": torch.zeros(1)}, Manifest(step=step, world_size=1, metrics=values))
+    saver.close()
+    return [manifests.read(path).step for path in manifests.complete(root)]
+
+
+def test_every_kth_is_kept_for_good(tmp_path: Path) -> None:
+    assert saved(tmp_path, {step: {} for step in range(2, 22, 2)}, Retention(newest=1, every=6)) == [6, 12, 18, 20]
+
+
+def test_the_best_by_a_metric_are_kept_until_better_ones_come(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.5, 3: 2.5, 4: 1.5, 5: 1.0, 6: 4.0, 7: 5.0}
+    metrics: dict[int, dict[str, float]] = {step: {"loss": loss} for step, loss in losses.items()}
+    metrics[6] = {"validation_loss": 0.1}  # another metric: it does not compete
+    assert saved(tmp_path, metrics, Retention(newest=1, metric="loss", best=2)) == [2, 5, 7]
+
+
+def test_a_damaged_neighbour_is_no_candidate_and_fails_no_save(tmp_path: Path) -> None:
+    best = Retention(newest=1, metric="loss")
+    assert saved(tmp_path, {1: {"loss": 1.0}}, best) == [1]
+    (tmp_path / "step_1" / "manifest.json").write_text("{")
+    assert saved(tmp_path, {2: {"loss": 2.0}, 3: {"loss": 3.0}}, best) == [2, 3]
+
+
+def test_host_memory_is_allocated_once(tmp_path: Path) -> None:
+    stage = Stage()
+    state = {"a": torch.arange(4.0), "b": torch.ones(2)}
+    first = stage.copy(state)
+    kept = first["a"].data_ptr()
+    state["a"].fill_(7.0)
+    second = stage.copy({"a": state["a"], "c": torch.zeros(5)})
+    assert second["a"].data_ptr() == kept
+    assert second["a"].tolist() == [7.0] * 4
+    assert set(second) == {"a", "c"}, "what is gone from the state is gone from the copy"
+    grown = stage.copy({"a": torch.arange(6.0)})
+    assert grown["a"].tolist() == list(range(6))
+
+
 def flip_a_byte(path: Path) -> str:
     file = path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
@@ -116,7 +154,8 @@ def test_damage_is_named_with_its_file(tmp_path: Path, damage: Callable[[Path], 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"version": 2}, "format version 2; this accelbridge reads version 1"),
+        ({"version": 2}, r"format version 2, which is newer; this accelbridge .* reads version 1; use accelbridge"),
+        ({"version": 0, "release": None}, "format version 0, which is older; .* use the release that wrote it"),
         ({"format": "something else"}, "is no accelbridge-checkpoint manifest"),
         ({"unheard of": 1}, "is damaged: it has an unknown entry 'unheard of'"),
         ({"step": "1"}, "is damaged: step"),
@@ -131,34 +170,6 @@ def test_a_foreign_manifest_is_refused(tmp_path: Path, change: dict[str, Any], e
         manifests.read(tmp_path / "step_1")
 
 
-class Hostile:
-    """Unpickles to the effect of a shell command."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.proof}",)
-
-
-def test_a_hostile_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    state = make(tmp_path)
-    proof = tmp_path / "it ran"
-    (tmp_path / "step_1" / ".metadata").write_bytes(pickle.dumps(Hostile(proof)))
-    with pytest.raises(CheckpointError, match=r"refers to posix\.system"):
-        load(tmp_path / "step_1", like(state), None)
-    assert not proof.exists()
-
-
-def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"a": Hostile(tmp_path / "it ran")}, checkpoint_id=tmp_path / "foreign", no_dist=True)
-    with pytest.raises(CheckpointError, match="a is absent"):
-        load(tmp_path / "foreign", {"a": torch.zeros(1)}, None)
-    assert not (tmp_path / "it ran").exists()
-
-
 def test_another_models_tensors_are_named(tmp_path: Path) -> None:
     state = make(tmp_path)
     wanted = {"a": torch.zeros(999), "c": torch.zeros(1), "empty": state["empty"]}
@@ -166,45 +177,3 @@ def test_another_models_tensors_are_named(tmp_path: Path) -> None:
         load(tmp_path / "step_1", wanted, None)
     for part in ("c is absent", "b is not in the model", r"a is (1000,), the model has (999,)", "3 differences"):
         assert part in str(error.value)
-
-
-# ----------------------------------------------------------------------------------------------- in the trainer
-
-
-def fit(folder: Path, store: Path, resume: str = "none", **sections: Any) -> None:
-    recipe = cli.recipe(folder, store, **sections)
-    recipe["train"]["steps"] = 6
-    recipe["checkpoint"] = {"interval": 2, "keep": 9}
-    Trainer(recipe, resume=resume).fit()
-
-
-@pytest.fixture
-def clean_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is the whole world, whatever started pytest."""
-    for name in ("RANK", "WORLD_SIZE", "ACCELBRIDGE_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("clean_world")
-def test_a_damaged_checkpoint_stops_the_resume(tmp_path: Path, store: Path) -> None:
-    fit(tmp_path, store)
-    shutil.rmtree(tmp_path / "checkpoints" / "step_6")
-    flip_a_byte(tmp_path / "checkpoints" / "step_4")
-    with pytest.raises(CheckpointError, match="step_4 is damaged"):
-        fit(tmp_path, store, resume="auto")
-
-
-@pytest.mark.usefixtures("clean_world")
-def test_resuming_an_older_one_would_replace_the_newer(tmp_path: Path, store: Path) -> None:
-    fit(tmp_path, store)
-    with pytest.raises(CheckpointError, match=r"also holds step_4, step_6, .* move away what is newer or damaged"):
-        fit(tmp_path, store, resume=str(tmp_path / "checkpoints" / "step_2"))
-
-
-@pytest.mark.usefixtures("clean_world")
-def test_a_finished_run_resumes_to_nothing_to_do(tmp_path: Path, store: Path) -> None:
-    fit(tmp_path, store)
-    before = (tmp_path / "checkpoints" / "step_6" / "manifest.json").read_bytes()
-    fit(tmp_path, store, resume="auto")
-    assert (tmp_path / "checkpoints" / "step_6" / "manifest.json").read_bytes() == before
-    assert sorted(cli.steps_of(tmp_path)) == list(range(1, 7))

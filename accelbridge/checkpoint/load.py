@@ -1,7 +1,7 @@
 """Loading: verify every byte, then read into the tensors of any layout. A checkpoint is data: none can run code.
 
-torch's own reader unpickles ``.metadata`` and, for entries that are not tensors, the entry itself. Here the
-metadata goes through an unpickler that knows only the classes torch writes there, and entries are tensors only.
+torch's own reader unpickles ``.metadata`` and, for entries that are not tensors, the entry itself. Here the metadata is
+read by :mod:`accelbridge.checkpoint.metadata`, and entries are tensors only, which torch reads with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -11,58 +11,30 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.metadata import read_metadata
 from accelbridge.errors import CheckpointError
-
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}
 
 _OPTIONAL = ("rng.", "loss_scale.")
 """Entries that a run may leave unread: those of other ranks, or of a precision that it does not use."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f".metadata refers to {module}.{name}, which no checkpoint needs; it may be hostile and was not loaded"
-        )
-
-
 class _Reader(dcp.FileSystemReader):
     """Reads shards and metadata without running code from them."""
 
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(path)
+        self._manifest = manifest
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/.metadata holds a {type(metadata).__name__}, not metadata")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata = read_metadata(Path(self.path), self._manifest)
+        assert metadata.storage_meta is not None, "it was built here"
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -72,17 +44,25 @@ class _TensorsOnly(dcp.DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; checkpoints hold tensors only")
 
 
-def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
-    """Check every file against the manifest; ranks share the reading. Raises CheckpointError on every rank."""
+def damage(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> list[str]:
+    """Faults of any file, one line each, the same on every rank; ranks share the reading. Nothing: it is intact."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     found = manifests.faults(path, manifest, sorted(manifest.files)[rank::size])
+    if manifests.METADATA not in manifest.files and rank == 0:
+        found.append(f"{path / manifests.NAME} lists no {manifests.METADATA}")
     if group is not None:
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, found, group=group)
         found = [line for part in gathered for line in part]
-    if found:
+    return found
+
+
+def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+    """Check every file against the manifest. Raises the same CheckpointError on every rank."""
+    if found := damage(path, manifest, group):
         raise CheckpointError(
-            "; ".join(found) + f"; the checkpoint {path.name} is damaged; move it away and resume with --resume auto"
+            "; ".join(found) + f"; the checkpoint {path.name} is damaged; resume with --resume auto, which goes on "
+            "from the newest one that is intact"
         )
 
 
@@ -91,12 +71,17 @@ def load(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) 
 
     Raises CheckpointError where names or shapes are those of another model.
     """
-    reader = _Reader(path)
+    manifest = manifests.read(path)
+    _check_fits(path, state, read_metadata(path, manifest).state_dict_metadata)
+    fill(path, state, group)
+
+
+def fill(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """:func:`load` without looking whether ``state`` is all that ``path`` holds. Raises CheckpointError."""
+    reader = _Reader(path, manifests.read(path))
     try:
-        stored = reader.read_metadata().state_dict_metadata
-        _check_fits(path, state, stored)
         dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), process_group=group, no_dist=group is None)
-    except (dcp.CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
+    except (dcp.CheckpointException, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

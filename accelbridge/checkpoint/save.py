@@ -1,7 +1,8 @@
-"""Saving: stage on the host, write in the background, publish by one rename, keep the newest."""
+"""Saving: stage on the host, write in the background, publish by one rename, keep what the rules hold."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,38 +12,45 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.retention import Retention
+from accelbridge.checkpoint.stage import Stage
+from accelbridge.checkpoint.together import describe, together
+from accelbridge.checkpoint.write import cannot_write, write_shards
 from accelbridge.errors import CheckpointError
 
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part. torch's stager would copy the mesh of every DTensor as well, and warn about the
-    groups of other ranks."""
-    if isinstance(tensor, DTensor):
-        return DTensor(_on_host(tensor.to_local()), tensor._spec, requires_grad=False)
-    return tensor.detach().to("cpu", copy=True)
+_log = logging.getLogger(__name__)
 
 
 class Checkpointer:
     """Writes checkpoints of one run. Every method is called by all ranks, at the same step.
 
     ``group`` is used from the background thread only, so that its traffic never meets a step's; None: one process.
-    A failed write is raised by the next call of :meth:`save` or :meth:`wait`, on every rank.
+    A write that fails on any rank fails on all: the folder is removed, and :meth:`save` or :meth:`wait` raises the same
+    CheckpointError everywhere. ``pinned``: stage what lies on an accelerator in page-locked memory.
+
+    Host memory: one copy of this rank's part of the state, from the first save on.
     """
 
     def __init__(
-        self, root: Path, *, group: dist.ProcessGroup | None, rank: int, keep: int, asynchronous: bool
+        self,
+        root: Path,
+        *,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        retention: Retention | None = None,
+        asynchronous: bool = True,
+        pinned: bool = False,
     ) -> None:
         self._root = root
         self._group = group
         self._rank = rank
-        self._keep = keep
+        self._retention = retention or Retention()
         self._asynchronous = asynchronous
+        self._stage = Stage(pinned)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelbridge-checkpoint")
         self._pending: Future[None] | None = None
         self.last_step: int | None = None
@@ -50,28 +58,35 @@ class Checkpointer:
 
     def save(self, state: Mapping[str, Tensor], manifest: Manifest) -> None:
         """Save ``state``; returns once it is staged (asynchronous) or published."""
-        self.wait()
+        self.wait()  # its buffers are in use until then
         # In this thread: the only time that a step waits for a checkpoint.
-        staged = {name: _on_host(tensor) for name, tensor in state.items()}
+        staged = self._stage.copy(state)
         self.last_step = manifest.step
         self._pending = self._thread.submit(self._write, staged, manifest)
         if not self._asynchronous:
             self.wait()
 
-    def wait(self) -> None:
-        """Block until the pending checkpoint is published. Raises CheckpointError if it failed."""
-        pending, self._pending = self._pending, None
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until the pending checkpoint is published. Raises CheckpointError if it failed, and TimeoutError after
+        ``seconds``."""
+        pending = self._pending
         if pending is None:
             return
-        # DCP's CheckpointException derives from BaseException; a failed save is an ordinary error here.
-        error = pending.exception()
-        if error is not None:
-            raise CheckpointError(f"saving to {self._root} failed: {error}; earlier checkpoints are intact") from error
+        error = pending.exception(seconds)
+        self._pending = None
+        if error is None:
+            return
+        if not isinstance(error, (CheckpointError, OSError, RuntimeError)):
+            raise error
+        raise CheckpointError(
+            f"saving to {self._root} failed: {describe(error)}; earlier checkpoints are intact"
+        ) from error
 
-    def poll(self) -> None:
-        """Raise the error of a pending checkpoint that has failed; never blocks."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+    @property
+    def failed(self) -> bool:
+        """Whether a pending checkpoint has failed; never blocks. Other ranks may learn it a moment later, so they agree
+        on it before all of them call :meth:`wait`, which raises."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def close(self) -> None:
         """Finish the pending checkpoint and end the thread."""
@@ -84,52 +99,50 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], manifest: Manifest) -> None:
         path = manifests.partial(self._root, manifest.step)
+        try:
+            together(self._group, lambda: self._make(path))
+            parts = together(self._group, lambda: write_shards(path, state, self._group))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            together(self._group, lambda: self._publish(path, replace(manifest, files=files)))
+        except CheckpointError:
+            # All ranks are here or on their way, and none of them writes any more.
+            if self._rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
         if self._rank == 0:
+            self._retire()
+
+    def _make(self, path: Path) -> None:
+        if self._rank != 0:
+            return
+        try:
             if path.exists():
                 shutil.rmtree(path)
             path.mkdir(parents=True)
-        self._barrier()
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(path, overwrite=False),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        files = self._fingerprints(path)
-        if self._rank == 0:
-            manifests.write(path, replace(manifest, files=files))
-            self._publish(path, manifests.folder(self._root, manifest.step))
-            self._retire()
-        self._barrier()
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
-    def _fingerprints(self, path: Path) -> dict[str, dict[str, Any]]:
-        """Checksums of all files; each rank reads its own. Complete on rank 0 only."""
-        mine = list(path.glob(f"__{self._rank}_*"))
-        if self._rank == 0:
-            mine.append(path / ".metadata")
-        found = {file.name: manifests.fingerprint(file) for file in mine}
-        if self._group is None:
-            return found
-        size = dist.get_world_size(self._group)
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, found, group=self._group)
-        return {name: entry for part in gathered for name, entry in part.items()}
-
-    def _publish(self, path: Path, final: Path) -> None:
-        manifests.sync_folder(path)
-        os.rename(path, final)  # fails where ``final`` exists and is not empty: nothing is ever overwritten
-        manifests.sync_folder(self._root)
+    def _publish(self, path: Path, manifest: Manifest) -> None:
+        if self._rank != 0:
+            return
+        final = manifests.folder(self._root, manifest.step)
+        try:
+            manifests.write(path, manifest)
+            manifests.sync_folder(path)
+            os.rename(path, final)  # fails where ``final`` exists and is not empty: nothing is ever overwritten
+            manifests.sync_folder(self._root)
+        except OSError as error:
+            raise cannot_write(final if path.exists() else path, error) from error
 
     def _retire(self) -> None:
-        """Delete all but the newest ``keep``; renamed first, so that a kill leaves no half-deleted step_N."""
-        for old in manifests.complete(self._root)[: -self._keep]:
+        """Delete what no rule holds; renamed first, so that a kill leaves no half-deleted step_N."""
+        for old in self._retention.doomed(manifests.complete(self._root)):
             doomed = old.with_name(f".{old.name}.deleted")
-            os.rename(old, doomed)
-            shutil.rmtree(doomed)
-
-    def _barrier(self) -> None:
-        if self._group is not None:
-            dist.barrier(self._group)
+            try:
+                os.rename(old, doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:  # the new one is safe: no reason to end the run
+                _log.warning("%s could not be deleted: %s", old, describe(error))
 
 
 def sweep(root: Path) -> None:

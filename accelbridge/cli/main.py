@@ -1,7 +1,7 @@
-"""``accelbridge``: train, devices, explain, data, report.
+"""``accelbridge``: train, devices, explain, data, checkpoint, report.
 
 Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 75 stopped by SIGTERM
-after a checkpoint.
+or a time limit after a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from accelbridge.cli.checkpoint import app as checkpoint_app
 from accelbridge.cli.data import app as data_app
 from accelbridge.cli.report import report_command
 from accelbridge.errors import AccelbridgeError
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("report")(report_command)
 
 BackendOption = Annotated[
@@ -76,7 +78,7 @@ def train(
         str,
         typer.Option(
             metavar="auto|PATH",
-            help='"auto" (newest complete checkpoint of output.dir, if any), or a checkpoint; default: "none".',
+            help='"auto" (newest intact checkpoint of output.dir, if any), or a checkpoint; default: "none".',
             show_default=False,
         ),
     ] = "none",

@@ -16,7 +16,7 @@ by the token count of the whole step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -219,9 +219,12 @@ class EagerExecution(Execution):
         return x
 
     def any(self, flag: bool) -> bool:
-        flags = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(flags)
-        return bool(flags.item())
+        return self.any_of([flag])[0]
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        found = torch.tensor(list(map(float, flags)), device=self.device)
+        dist.all_reduce(found)
+        return [count > 0 for count in found.tolist()]
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
         # The norm is float32, and each element counts once: a copy weighs its share of them.

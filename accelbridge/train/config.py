@@ -17,6 +17,7 @@ from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
 from accelbridge.memory.config import RecomputeSetting
 from accelbridge.models.config import ModelConfig
+from accelbridge.train.checkpoint_config import CheckpointConfig, check_schedule
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.places import Places
 
@@ -246,19 +247,8 @@ class TrainSection(Section):
     """Compile each shard unit with torch.compile; the first steps then take long."""
     eval_interval: Count = 0
     """Steps between evaluations on ``data.validation``; 0: only at the end."""
-
-
-class CheckpointConfig(Section):
-    """When state is saved and how much of it is kept."""
-
-    interval: Count = 0
-    """Steps between checkpoints; 0: only at the end and on SIGTERM."""
-    keep: Positive = 3
-    """Newest complete checkpoints to keep."""
-    allow_other_data: bool = False
-    """Resume although the seed, the batch size, the sequence length or the data differ from the checkpoint's."""
-    asynchronous: bool = True
-    """Write in the background while the next steps run."""
+    max_seconds: Seconds | None = None
+    """Seconds from the beginning of fit() until it saves and stops, with exit code 75; absent: no limit."""
 
 
 class OutputConfig(Section):
@@ -306,6 +296,7 @@ class TrainConfig(Section):
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} and optimizer.decay_steps {decay} asked; "
                 f"train.steps is {self.train.steps}, less than their sum; set fewer of them or more steps"
             )
+        check_schedule(self.checkpoint, self.train)
         return self
 
     @classmethod

@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, last_event
-from accelbridge.train.stop import STOPPED_EXIT_CODE
+from accelbridge.train.stop import STOPPED_EXIT_CODE, passing_on_save_requests
 from accelbridge.train.world import BY_US, apply_environment
 
 _LOOPBACK = "127.0.0.1"
@@ -101,7 +101,8 @@ def launch(command: Sequence[str], count: int, collectives: Collectives, port: i
         **_patience(),
     )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with passing_on_save_requests():
+            elastic_launch(config, command[0])(*command[1:])
     except SignalException as error:
         return _signalled(error.sigval, output)
     except ChildFailedError as error:

@@ -43,7 +43,9 @@ STOPPED_EVENT = "stopped"
 """Event of a run that ended early on SIGTERM, after its checkpoint was published."""
 FINISHED_EVENT = "finished"
 """Event of a run that did all its steps."""
-HISTORY = ("start", "resume")
+PASSED_OVER_EVENT = "passed_over"
+"""Event of a checkpoint that could not be used: ``checkpoint``, ``fault`` and the name it was ``renamed`` to."""
+HISTORY = ("start", "resume", PASSED_OVER_EVENT)
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 
 _COMPUTED = frozenset({"event", "time", "tokens_per_second", "mfu"})

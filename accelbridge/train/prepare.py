@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from accelbridge.backend import Backend, Capabilities, World
-from accelbridge.checkpoint import manifest as manifests
-from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.data.store import TokenStore
-from accelbridge.errors import AccelbridgeError, CheckpointError, ConfigError, DataError
+from accelbridge.errors import ConfigError, DataError
 from accelbridge.memory.choice import Recompute
 from accelbridge.models.shapes import DECODER_SPEC, decoder_shapes
 from accelbridge.parallel.layout import Layout
@@ -33,10 +28,10 @@ from accelbridge.train.check import (
     resolve_layout,
 )
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.metrics import METRICS_FILE
+from accelbridge.train.resume import Resume, check_same_order, path_of, refuse_other_run, resume_point
 from accelbridge.train.run_plan import Provided, plan_run
+from accelbridge.train.stop import SLURM_END
 
-CHECKPOINTS = "checkpoints"
 SPLITS = ("train", "validation")
 
 
@@ -65,14 +60,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """The checkpoint from which a run goes on."""
-
-    path: Path
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Everything that is known of a run before it starts."""
 
@@ -87,6 +74,8 @@ class Prepared:
     resume: Resume | None
     plan: ExecutionPlan
     recompute: Recompute = field(default_factory=Recompute)
+    continues: bool = False
+    """Whether the run goes on in its folder (``--resume auto``), though perhaps from no checkpoint."""
 
     @property
     def output(self) -> Path:
@@ -140,6 +129,8 @@ def _prepare(
             f"model is missing from {config.places.source}; add the section, or pass Trainer(config, model=...)"
         )
     _check_split(config, layout, target, provided)
+    if writes:
+        _check_can_happen(config, provided)
     if writes and config.data.train is None and "train" not in provided.data:
         raise ConfigError(
             f"data.train is missing from {config.places.source}; give the path of a token store "
@@ -150,16 +141,17 @@ def _prepare(
     train, validation = (open_store(config, split) for split in SPLITS)
     output = Path(config.output.dir).expanduser()
     if writes and str(resume) == "none":
-        with _path_of(f'output.dir "{output}"'):
-            _refuse_other_run(output)
+        with path_of(f'output.dir "{output}"'):
+            refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     stores = {"train": train, "validation": validation}
     plan, recompute = plan_run(config, world, target, layout, size, stores, resumed, provided)
     if resumed is not None:
-        _same_order(config, resumed, plan.contract)
+        check_same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+    continues = str(resume) == "auto"
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute, continues)
 
 
 def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: Provided) -> None:
@@ -169,6 +161,22 @@ def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: 
         check_data_parallel(layout, DECODER_SPEC, decoder_shapes(config.model))
     elif provided.parameters is not None:
         check_data_parallel(layout, provided.spec, provided.parameters)
+
+
+def _check_can_happen(config: TrainConfig, provided: Provided) -> None:
+    """Whether what the checkpoints wait for can come at all; the recipe alone does not say it."""
+    checkpoint = config.checkpoint
+    validation = config.data.validation is not None or "validation" in provided.data
+    if checkpoint.best is not None and checkpoint.best.metric == "validation_loss" and not validation:
+        raise ConfigError(
+            "checkpoint.best with metric validation_loss asked; there is no validation data; set data.validation, or "
+            "metric: loss"
+        )
+    if checkpoint.before_seconds is not None and config.train.max_seconds is None and SLURM_END not in os.environ:
+        raise ConfigError(
+            f"checkpoint.before_seconds {checkpoint.before_seconds:g} asked; no time limit is known (train.max_seconds "
+            f"is not set, nor is {SLURM_END}); set train.max_seconds"
+        )
 
 
 def _without_absent_data(config: TrainConfig, provided: Provided) -> tuple[TrainConfig, Provided]:
@@ -202,119 +210,6 @@ def open_store(config: TrainConfig, split: str) -> TokenStore | None:
             f"sample takes train.seq_len + 1; use a shorter train.seq_len or more data"
         )
     return store
-
-
-def resume_point(config: TrainConfig, resume: str | Path) -> Resume | None:
-    """The checkpoint to go on from. Raises CheckpointError or ConfigError."""
-    if str(resume) == "none":
-        return None
-    root = Path(config.output.dir).expanduser() / CHECKPOINTS
-    with _path_of(f'output.dir "{config.output.dir}"'):
-        known = manifests.complete(root)
-    if str(resume) == "auto":
-        if not known:
-            return None
-        path = known[-1]
-    else:
-        path = Path(resume).expanduser()
-        with _path_of(f"--resume {path}"):
-            _is_checkpoint(path, known)
-    manifest = manifests.read(path)
-    _same_model(path, manifest, config)
-    if manifest.step > config.train.steps:
-        raise CheckpointError(
-            f"--resume {path} asked; it is at step {manifest.step}, and train.steps is {config.train.steps}; "
-            "raise train.steps"
-        )
-    newer = [p.name for p in known if _step(p) > manifest.step]
-    newer += [p.name for p in root.glob("step_*") if not (p / manifests.NAME).is_file()]
-    if newer:
-        raise CheckpointError(
-            f"--resume {path} asked; {root} also holds {', '.join(sorted(newer))}, which going on would have to "
-            "replace; move away what is newer or damaged, or set another output.dir"
-        )
-    return Resume(path, manifest)
-
-
-def _step(checkpoint: Path) -> int:
-    """Read off the name, so that a damaged neighbour does not matter."""
-    return int(checkpoint.name.rpartition("_")[2])
-
-
-def _is_checkpoint(path: Path, known: Sequence[Path]) -> None:
-    """Refuse what is no checkpoint, with the ones that may have been meant."""
-    if (path / manifests.NAME).is_file():
-        return
-    meant = manifests.complete(path) or manifests.complete(path / CHECKPOINTS) or known
-    what = "it is no complete checkpoint" if path.exists() else "there is no such folder"
-    way_out = f"use {meant[-1]}" if meant else 'use a folder OUTPUT/checkpoints/step_N, "auto" or "none"'
-    raise CheckpointError(f"--resume {path} asked; {what} (it has no {manifests.NAME}); {way_out}")
-
-
-def _same_model(path: Path, manifest: Manifest, config: TrainConfig) -> None:
-    if config.model is None or manifest.model is None:
-        return
-    fields = type(config.model).model_fields.items()
-    ours = config.model.model_dump()
-    # A setting that the checkpoint's version did not know yet: its default is what that version did.
-    theirs = {name: field.default for name, field in fields if not field.is_required()} | manifest.model
-    if ours == theirs:
-        return
-    differ = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
-    details = ", ".join(f"model.{k} is {theirs.get(k)} there, {ours.get(k)} here" for k in differ)
-    raise CheckpointError(
-        f"--resume {path} asked; it is a checkpoint of another model: {details}; resume with its own recipe"
-    )
-
-
-_ORDER = ("train.seed", "train.global_batch_size", "train.seq_len", "data.shuffle", "data.document_mask")
-"""Settings that decide which samples a step sees: with others, the step number stands for another position."""
-
-
-def _same_order(config: TrainConfig, resume: Resume, contract: Mapping[str, Any]) -> None:
-    """Refuse to go on where the step of the checkpoint would mean other samples."""
-    then, now = resume.manifest.plan, contract
-    pairs = {name: (then.get("recipe", {}).get(name), now["recipe"].get(name)) for name in _ORDER}
-    pairs["the training data"] = (then.get("data", {}).get("train"), now["data"].get("train"))
-    changed = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if then and old != new]
-    if changed and not config.checkpoint.allow_other_data:
-        raise CheckpointError(
-            f"--resume {resume.path} asked; it saw its data in another order: {'; '.join(changed)}; samples would be "
-            "repeated or left out; set these back, or set checkpoint.allow_other_data: true"
-        )
-
-
-def check_unchanged(prepared: Prepared) -> None:
-    """Look once more, now that ``output.dir`` is locked: another run may have ended there in the meantime."""
-    if prepared.resume is None:
-        _refuse_other_run(prepared.output)
-    newest = manifests.complete(prepared.output / CHECKPOINTS)
-    if prepared.resume is not None and newest and _step(newest[-1]) > prepared.start_step:
-        raise CheckpointError(
-            f"{newest[-1]} was written by another run while this one was waiting; start again with --resume auto"
-        )
-
-
-@contextmanager
-def _path_of(setting: str) -> Iterator[None]:
-    """What the file system says of a path that cannot be one, as an error of the ``setting`` that names it."""
-    try:
-        yield
-    except AccelbridgeError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{setting} asked; it cannot be used: {why}; set another path") from error
-
-
-def _refuse_other_run(output: Path) -> None:
-    """A fresh run never goes where another one has written."""
-    holds = [*manifests.complete(output / CHECKPOINTS), *output.glob(METRICS_FILE)]
-    if holds:
-        raise ConfigError(
-            f'output.dir "{output}" asked; it already holds a run ({holds[-1].name}); '
-            "continue it with --resume auto, or set another output.dir"
-        )
 
 
 def _make_writable(output: Path) -> None:

@@ -23,7 +23,8 @@ from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConf
 from accelbridge.train.groups import group_notes, rules
 
 if TYPE_CHECKING:
-    from accelbridge.train.prepare import Resume, Target
+    from accelbridge.train.prepare import Target
+    from accelbridge.train.resume import Resume
 
 PER_PROCESS = ("output", "metrics")
 """Sections in which ranks may differ; everything else of a recipe is part of the contract."""

@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from accelbridge import agreement, ops
 from accelbridge.backend import Execution, Precision
-from accelbridge.checkpoint.load import load, verify
+from accelbridge.checkpoint.load import load
 from accelbridge.checkpoint.manifest import Manifest
-from accelbridge.checkpoint.save import Checkpointer, sweep
+from accelbridge.checkpoint.retention import Retention
+from accelbridge.checkpoint.save import Checkpointer
 from accelbridge.data.loader import (
     Loader,
     PackedSamples,
@@ -38,16 +40,19 @@ from accelbridge.models.dropout import Dropout, name_sites
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.emergency import open_ballot, save_last_step
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
-from accelbridge.train.loss_scale import PREFIX, LossScale
-from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, RunFacts
+from accelbridge.train.loss_scale import LossScale
+from accelbridge.train.metrics import FINISHED_EVENT, PASSED_OVER_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
-from accelbridge.train.prepare import CHECKPOINTS, Prepared, check_unchanged, prepare
+from accelbridge.train.prepare import Prepared, prepare
 from accelbridge.train.progress import make_progress
+from accelbridge.train.resume import CHECKPOINTS, check_unchanged
+from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
 from accelbridge.train.run_plan import Provided
-from accelbridge.train.stop import StopOnSignal
+from accelbridge.train.stop import Asked, Requests, seconds_left
 from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
@@ -68,7 +73,7 @@ class Result:
     validation_loss: float | None
     """The same over ``data.validation`` at the end; None without one."""
     stopped: bool
-    """Whether SIGTERM ended it early, after a checkpoint."""
+    """Whether SIGTERM or a time limit ended it early, after a checkpoint."""
     output: Path
 
 
@@ -84,7 +89,7 @@ class Trainer:
         validation: the same for evaluation; default: ``config.data.validation``.
         loss: see :class:`accelbridge.train.loss.Loss`; default: next-token cross-entropy.
         backend: name of a backend; wins over ``ACCELBRIDGE_BACKEND`` and the recipe.
-        resume: "none", "auto" (newest complete checkpoint of ``output.dir``, if any) or a checkpoint's path.
+        resume: "none", "auto" (newest intact checkpoint of ``output.dir``, if any) or a checkpoint's path.
 
     Raises an AccelbridgeError at once for anything that cannot work; nothing has been started then. :meth:`fit`
     closes the trainer; to call :meth:`evaluate` alone, use it as a context manager.
@@ -125,36 +130,41 @@ class Trainer:
         """With compute float16 only."""
         self._resources = ExitStack()
         self._ready = self._closed = False
+        self.updating = False
+        """Whether parameters are being changed: from an update's beginning until its step is counted."""
         self.failed_at: float | None = None
         """Unix time of the error that ended the run: before closing, which makes the other ranks fail as well."""
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> Result:
-        """Train up to ``config.train.steps`` updates, or until SIGTERM; leave a checkpoint behind, and close."""
-        with self, StopOnSignal() as stop:
+        """Train up to ``config.train.steps`` updates, or until SIGTERM or a time limit; leave a checkpoint behind, and
+        close."""
+        with self, Requests(seconds_left(self.config)) as requests:
             self.setup()
             steps = Prefetcher(self.loader, self.step, self.config.train.steps)
             self._resources.callback(steps.close)
             line: dict[str, Any] = {}
             validation_loss = None
-            stopped = False
+            asked = Asked()
             began = time.perf_counter()
             for _, microbatches in steps:
                 values = self.train_step(microbatches)
                 self.step += 1
+                self.updating = False
                 self.metrics.record(self.step, **values, step_time=time.perf_counter() - began)
                 if self._due():
                     line = self._read_metrics()
-                    stopped = self.execution.any(stop.requested)
-                    self._save_if_due(stopped)
-                    validation_loss = self._evaluate_if_due(stopped)
-                if stopped:
+                    asked = self._agree_on(requests)
+                    validation_loss = self._evaluate_if_due(asked)
+                    self._save_if_due(asked, line, validation_loss)
+                if asked.stop:
                     break
                 began = time.perf_counter()
             self.checkpointer.wait()
-            self.metrics.event(STOPPED_EVENT if stopped else FINISHED_EVENT, step=self.step)
-        return Result(self.step, line.get("loss"), validation_loss, stopped, self.prepared.output)
+            reason = {"reason": asked.stop} if asked.stop else {}
+            self.metrics.event(STOPPED_EVENT if asked.stop else FINISHED_EVENT, step=self.step, **reason)
+        return Result(self.step, line.get("loss"), validation_loss, bool(asked.stop), self.prepared.output)
 
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         """One optimizer update. Returns device scalars; nothing here waits for the device.
@@ -235,6 +245,9 @@ class Trainer:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.failed_at = time.time()
+            if self._ready and (outcome := save_last_step(self, self._ballot, error)):
+                log.warning("%s", outcome)
+                self.progress.print(outcome)
         self.close()
 
     # --------------------------------------------------------------------------------------------------- set-up
@@ -278,6 +291,7 @@ class Trainer:
         apply_environment(target.backend.collectives, world)
         store = connect(world, parallel.agreement_timeout)
         agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
+        self._ballot = open_ballot(store, world)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)
@@ -322,23 +336,27 @@ class Trainer:
         group = self.execution.control_group
         materialise_state(self.optimizer)
         self.execution.end_step()  # else this work would be in the first step's graph
-        if prepared.resume is not None:
-            verify(prepared.resume.path, prepared.resume.manifest, group)
+        resume = settle(prepared, group)
+        self.prepared = prepared = replace(prepared, resume=resume)
+        self.step = prepared.start_step
+        self._passed_over = clear_the_way(root, resume, group)
+        self._warnings = tell(self._passed_over, resume)
+        if resume is not None:
             state = self._state()
-            left_out = _absent(prepared.resume.manifest, world.size, self.plan.backend)
+            left_out = absent_entries(resume.manifest, world.size, self.plan.backend)
             state = {name: t for name, t in state.items() if not name.startswith(left_out)}
-            load(prepared.resume.path, state, group)
+            load(resume.path, state, group)
             self._restore(state)
-            log.info("resumed from %s at step %d", prepared.resume.path, self.step)
-        if world.rank == 0:
-            sweep(root)
+            log.info("resumed from %s at step %d", resume.path, self.step)
         self.checkpointer = Checkpointer(
             root,
             group=group,
             rank=world.rank,
-            keep=config.checkpoint.keep,
+            retention=Retention.of(config.checkpoint),
             asynchronous=config.checkpoint.asynchronous,
+            pinned=bool(prepared.target.capabilities.pinned_host_memory),
         )
+        self.optimizer.register_step_pre_hook(self._note_update)
         self._resources.callback(self.checkpointer.close)
 
     def _open_metrics(self) -> None:
@@ -355,6 +373,9 @@ class Trainer:
         self._resources.callback(self.metrics.close)
         self.progress = make_progress(config.train.steps, self.step, rank=world.rank)
         self._resources.callback(self.progress.close)
+        for line, entry in zip(self._warnings, self._passed_over, strict=True):
+            self.metrics.event(PASSED_OVER_EVENT, step=self.step, **entry)
+            self.progress.print(line)
         if prepared.resume is not None:
             self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
 
@@ -376,14 +397,23 @@ class Trainer:
         return self.step >= self.config.train.steps
 
     def _read_metrics(self) -> dict[str, Any]:
-        """Read the pending values, and notice a background save that has failed."""
-        self.checkpointer.poll()
+        """Read the pending values."""
         lines = self.metrics.flush(self.execution.sum)
         self.progress.update(lines[-1])
         return lines[-1]
 
-    def _evaluate_if_due(self, stopped: bool) -> float | None:
-        if stopped or not self._evaluation_due():
+    def _agree_on(self, requests: Requests) -> Asked:
+        """What any rank is asked to do. A background save that has failed is raised here, on all ranks."""
+        flags = (requests.terminated, requests.out_of_time(), requests.save, self.checkpointer.failed)
+        terminated, late, save, failed = self.execution.any_of(flags)
+        if failed:
+            self.checkpointer.wait()
+        if save:
+            requests.save = False
+        return Asked("SIGTERM" if terminated else "time limit" if late else "", save)
+
+    def _evaluate_if_due(self, asked: Asked) -> float | None:
+        if asked.stop or not self._evaluation_due():
             return None
         loss = self.evaluate()
         assert loss is not None, "due only where there is validation data"
@@ -391,9 +421,16 @@ class Trainer:
         self.progress.print(f"evaluation at step {self.step}: loss {loss:.4f}")
         return loss
 
-    def _save_if_due(self, stopped: bool) -> None:
-        if not (stopped or self._checkpoint_due()):
-            return
+    def _save_if_due(self, asked: Asked, line: Mapping[str, Any], validation_loss: float | None) -> None:
+        reason = asked.stop or ("SIGUSR1" if asked.save else "")
+        if reason or self._checkpoint_due():
+            self.save(reason, loss=line.get("loss"), validation_loss=validation_loss)
+        if reason:
+            self.progress.print(f"{reason}: checkpoint at step {self.step}{', stopping' if asked.stop else ''}")
+
+    def save(self, reason: str = "", **metrics: float | None) -> None:
+        """Save this step; all ranks call it. ``reason`` is why, where it is not the interval; ``metrics`` are of this
+        step, and of them those that are known and finite are kept with it."""
         prepared, config = self.prepared, self.config
         manifest = Manifest(
             step=self.step,
@@ -401,12 +438,20 @@ class Trainer:
             model=config.model.model_dump() if config.model else None,
             layout=prepared.layout.as_dict(),
             plan=dict(self.plan.contract),
+            metrics={name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)},
         )
         began = time.perf_counter()
         self.checkpointer.save(self._state(), manifest)
-        self.metrics.event("checkpoint", step=self.step, stall=round(time.perf_counter() - began, 4))
-        if stopped:
-            self.progress.print(f"SIGTERM: checkpoint at step {self.step}, stopping")
+        why = {"reason": reason} if reason else {}
+        self.metrics.event("checkpoint", step=self.step, stall=round(time.perf_counter() - began, 4), **why)
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step of which there is a checkpoint, or one on its way; the start of a fresh run counts."""
+        return self.prepared.start_step if self.checkpointer.last_step is None else self.checkpointer.last_step
+
+    def _note_update(self, *_: object) -> None:
+        self.updating = True
 
     def _state(self) -> dict[str, Any]:
         """Model, optimizer, loss scale and this rank's generators, all as tensors. The data position is the step."""
@@ -424,14 +469,6 @@ class Trainer:
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
-
-
-def _absent(manifest: Manifest, world_size: int, backend: str) -> tuple[str, ...]:
-    """Prefixes of entries that a checkpoint has not, or has for other ranks or another kind of device; they stay as
-    they start."""
-    same_ranks = manifest.world_size == world_size and manifest.plan.get("backend") == backend
-    unscaled = manifest.plan.get("recipe", {}).get("precision.compute") != "float16"
-    return (*(() if same_ranks else ("rng.",)), *((PREFIX,) if unscaled else ()))
 
 
 def _packed(prepared: Prepared, split: str) -> Samples | None:
