@@ -29,7 +29,7 @@ class Manifest:
     """Contents of ``manifest.json``."""
 
     step: int
-    """Optimizer updates done; also the position in the data."""
+    """Optimizer updates done."""
     world_size: int
     model: dict[str, Any] | None = None
     """The recipe's model section; None for a module of the user's own."""
@@ -38,8 +38,15 @@ class Manifest:
     """The contract of the execution plan that was in force."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File name -> {"bytes", "sha256"}."""
+    data_position: int | None = None
+    """Global batches taken or skipped; None: as many as ``step``, as in every run that never skipped data."""
     format: str = FORMAT
     version: int = VERSION
+
+
+def skipped_data(manifest: Manifest) -> int:
+    """Global batches that were skipped before ``manifest`` was written."""
+    return 0 if manifest.data_position is None else manifest.data_position - manifest.step
 
 
 def folder(root: Path, step: int) -> Path:

@@ -1,7 +1,7 @@
 """``accelbridge``: train, devices, explain, data, report.
 
-Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 75 stopped by SIGTERM
-after a checkpoint.
+Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 3 a loss or gradient that is
+not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
