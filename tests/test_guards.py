@@ -200,10 +200,10 @@ def both(ranks: Any, name: str) -> dict[str, Any]:
     ("name", "parts"),
     [
         ("data", ["the loss is nan", "x of sample 54 holds a value that is not finite", "mend that data"]),
-        ("loss", ["the loss is nan", "arising on rank 1", "run again, every module was finite"]),
-        ("gradient", ["the loss is finite", "the gradient of the output of head in microbatch 1"]),
-        ("replicated", ["the loss is finite", "the gradient of the output of head in microbatch 1"]),
-        ("float16 loss", ["the loss is nan", "arising on rank 1"]),
+        ("loss", ["the loss is nan", "arising on rank 1", "run again, rank 1: the loss itself is not finite"]),
+        ("gradient", ["the loss is finite", "the gradient of the output of layers.1 in microbatch 1 is not finite"]),
+        ("replicated", ["the loss is finite", "the gradient of the output of layers.1 in microbatch 1 is not finite"]),
+        ("float16 loss", ["the loss is nan", "run again, rank 1: the loss itself is not finite"]),
     ],
 )
 def test_all_ranks_stop_at_the_same_step_and_name_what_and_where(name: str, parts: list[str], ranks: Any) -> None:

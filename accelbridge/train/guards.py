@@ -165,7 +165,7 @@ def _way_out(finding: Finding, config: GuardsConfig) -> str:
         return "mend that data, or set guards.nonfinite: skip to leave such steps out; then --resume auto"
     if config.nonfinite == "skip":
         return "lower optimizer.lr or clip_norm, and resume from a checkpoint well before it"
-    return (
-        "lower optimizer.lr, or set guards.nonfinite: skip to leave such steps out, and --resume auto; a value that "
-        "was finite when the step was run again points at the device"
-    )
+    way_out = "lower optimizer.lr, or set guards.nonfinite: skip to leave such steps out, and --resume auto"
+    if finding.again and not finding.origins:
+        way_out += "; what is finite when it is run again points at the device, or at code that is not repeatable"
+    return way_out

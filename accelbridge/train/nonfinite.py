@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from accelbridge.train.guards import Kept
     from accelbridge.train.trainer import Trainer
 
+Flags = list[tuple[str, Tensor]]
+"""What would be wrong, and a bool scalar on the device that is true where it is not."""
 _DATA = "data: "
 """What a rank says of its batch begins with this."""
 
@@ -118,20 +120,22 @@ def _run_again(trainer: Trainer, step: int) -> str:
     model, before = trainer.model, trainer.step
     trainer.step = step - 1
     batches = trainer.loader.step(trainer.position)
-    seen: list[tuple[str, Tensor]] = [
-        (f"parameter {name} itself is not finite", torch.isfinite(local(p.detach())).all())
-        for name, p in model.named_parameters()
+    forward: Flags = [
+        (f"parameter {name} itself is not finite", _finite(p.detach())) for name, p in model.named_parameters()
     ]
+    backward: Flags = []
     try:
         # What is compiled would hide its modules, or be compiled again with their hooks.
-        with torch.compiler.set_stance("force_eager"), _watched(model, seen):
-            trainer.accumulate(batches)
+        with torch.compiler.set_stance("force_eager"), _watched(model, forward, backward):
+            share, _ = trainer.accumulate(batches)
     finally:
         trainer.optimizer.zero_grad()
         trainer.execution.end_step()
         trainer.step = before
     if text := next(filter(None, map(_of_data, batches)), ""):
         return text
+    of_loss = ("the loss itself is not finite, although all that modules put out is", torch.isfinite(share))
+    seen = [*forward, of_loss, *backward]
     finite = torch.stack([flag.reshape(()) for _, flag in seen]).tolist()
     return next((text for (text, _), good in zip(seen, finite, strict=True) if not good), "")
 
@@ -146,11 +150,9 @@ def _of_data(batch: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _watched(model: nn.Module, seen: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Note, in the order in which it happens, whether what modules put out and the gradients of that are finite.
-
-    Only flags on the device are kept, and nothing asks which execution model this is.
-    """
+def _watched(model: nn.Module, forward: Flags, backward: Flags) -> Iterator[None]:
+    """Note, in the order in which it happens, whether what modules put out is finite, and whether the gradients are
+    that reach it. Only flags on the device are kept, and nothing asks which execution model this is."""
     microbatch = 0
 
     def next_microbatch(*_: Any) -> None:
@@ -158,16 +160,15 @@ def _watched(model: nn.Module, seen: list[tuple[str, Tensor]]) -> Iterator[None]
         microbatch += 1
 
     def noting(name: str) -> Callable[..., None]:
-        def forward(_: nn.Module, __: Any, output: Any) -> None:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
             for tensor in _floating(output):
                 where = f"{name or 'the model'} in microbatch {microbatch}"
-                seen.append((f"the output of {where}", torch.isfinite(local(tensor.detach())).all()))
+                forward.append((f"the output of {where} is not finite", _finite(tensor.detach())))
                 if tensor.requires_grad:
-                    tensor.register_hook(
-                        lambda g, w=where: seen.append((f"the gradient of the output of {w}", _finite(g)))
-                    )
+                    text = f"the gradient of the output of {where} is not finite"
+                    tensor.register_hook(lambda g, t=text: backward.append((t, _finite(g))))
 
-        return forward
+        return note
 
     handles = [model.register_forward_pre_hook(next_microbatch)]
     handles += [module.register_forward_hook(noting(name)) for name, module in model.named_modules()]
@@ -178,8 +179,8 @@ def _watched(model: nn.Module, seen: list[tuple[str, Tensor]]) -> Iterator[None]
             handle.remove()
 
 
-def _finite(gradient: Tensor) -> Tensor:
-    return torch.isfinite(local(gradient)).all()
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(local(tensor)).all()
 
 
 def _floating(output: Any) -> Sequence[Tensor]:
