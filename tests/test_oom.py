@@ -102,7 +102,7 @@ def test_only_what_is_possible_and_not_in_force(tmp_path: Path, store: Path) -> 
 
 def test_of_more_devices(tmp_path: Path, store: Path) -> None:
     """What a layout of many devices is advised, without as many processes."""
-    with Trainer(cli.recipe(tmp_path / "run", store, model={"vocab_size": 260})) as trainer:
+    with Trainer(cli.recipe(tmp_path / "run", store, model={"vocab_size": 260, "layers": 4})) as trainer:
         layout = Layout(dp_replicate=2, dp_shard=4, zero=2)
         options = {option.setting: option for option in estimates(trainer, layout=layout).options()}
     state = sum(held(trainer.model, trainer.optimizer).values())
