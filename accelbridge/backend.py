@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -214,6 +214,19 @@ class Precision:
     params: str = "float32"
 
 
+class Gradients(NamedTuple):
+    """What :meth:`Execution.clip_grad_norm` saw before it clipped. All tensors stay on the device."""
+
+    norm: Tensor
+    """float32 scalar: the global 2-norm, equal on all ranks."""
+    loss: Tensor
+    """float32 scalar: 0, or NaN on all ranks where the loss of one is not finite."""
+    parameters: Sequence[nn.Parameter]
+    """Those that have a gradient, in the model's order."""
+    norms: Tensor
+    """float32 [parameters]: 2-norm of what this process holds of each gradient."""
+
+
 @dataclass(frozen=True)
 class World:
     """Where this process stands among the processes of a run."""
@@ -266,6 +279,10 @@ class Device(ABC):
     @abstractmethod
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`rng_state` returned."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` says that memory of this device, or of the host, is used up."""
+        return isinstance(error, MemoryError)
 
 
 class Collectives(ABC):
@@ -385,6 +402,9 @@ class Execution(ABC):
     device: torch.device
     """Where the batch lies; known after :meth:`start`."""
 
+    gradients: Gradients | None = None
+    """What the last :meth:`clip_grad_norm` saw; None before the first."""
+
     @abstractmethod
     def devices_per_process(self, devices: int) -> int:
         """How many of a host's ``devices`` one process drives: 1 in eager, all of them in spmd."""
@@ -459,9 +479,12 @@ class Execution(ABC):
         return [self.any(flag) for flag in flags]
 
     @abstractmethod
-    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None, loss: Tensor | None = None) -> Tensor:
         """Global 2-norm of the gradients (each parameter counted once), on the device; scales them to
-        ``max_norm`` where that is not None."""
+        ``max_norm`` where that is not None. Leaves :attr:`gradients` behind.
+
+        ``loss`` is this process's share of the step's loss, a scalar: whether it is finite travels with the norm, so
+        that all ranks know it of all without a collective more."""
 
     @abstractmethod
     def scalar(self, value: float) -> float | Tensor:

@@ -45,6 +45,24 @@ class CheckpointError(AccelbridgeError):
     """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
 
 
+class NonFiniteError(AccelbridgeError):
+    """A loss or a gradient that is not a finite number, where ``guards.nonfinite`` says to stop."""
+
+    exit_code = 3
+
+
+class LossSpikeError(AccelbridgeError):
+    """A loss far above those before it, where ``guards.spike`` says to stop or cannot roll back any more."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(AccelbridgeError):
+    """Memory that ran out, with what takes it and what would save some."""
+
+    exit_code = 5
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """Return ``'; did you mean "x"?'`` for the closest of ``known``, or an empty string."""
     from difflib import get_close_matches

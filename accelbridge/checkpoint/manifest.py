@@ -46,7 +46,7 @@ class Manifest:
     """Contents of ``manifest.json``."""
 
     step: Count
-    """Optimizer updates done; also the position in the data."""
+    """Optimizer updates done."""
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     model: dict[str, Any] | None = None
     """The recipe's model section; None for a module of the user's own."""
@@ -57,6 +57,8 @@ class Manifest:
     """Of this step, those that are known and finite: ``loss``, ``validation_loss``."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File name -> {"bytes", "sha256"}."""
+    data_position: Count | None = None
+    """Global batches taken or skipped; None: as many as ``step``, as in every run that never skipped data."""
     release: str = __version__
     """The accelbridge that wrote it."""
     format: str = FORMAT
@@ -66,6 +68,11 @@ class Manifest:
     def bytes(self) -> int:
         """Of all files together."""
         return sum(entry["bytes"] for entry in self.files.values())
+
+
+def skipped_data(manifest: Manifest) -> int:
+    """Global batches that were skipped before ``manifest`` was written."""
+    return 0 if manifest.data_position is None else manifest.data_position - manifest.step
 
 
 def folder(root: Path, step: int) -> Path:

@@ -1,7 +1,7 @@
 """``accelbridge``: train, devices, explain, data, checkpoint, report.
 
-Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 75 stopped by SIGTERM
-or a time limit after a checkpoint.
+Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 3 a loss or gradient that is
+not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM or a time limit after a checkpoint.
 """
 
 from __future__ import annotations
@@ -88,11 +88,18 @@ def train(
             min=1, max=65535, metavar="PORT", help="Loopback port for the ranks to meet; default: a free one."
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST", help="Chrome trace of these steps, per rank, in OUTPUT/profile: --profile 10:12."
+        ),
+    ] = None,
 ) -> None:
     """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""
     from accelbridge.cli.train import run
 
-    sys.exit(run(recipe, overrides or [], nproc, backend, resume, port))
+    settings = [*(overrides or []), *([f"metrics.profile={profile}"] if profile is not None else [])]
+    sys.exit(run(recipe, settings, nproc, backend, resume, port))
 
 
 @app.command()

@@ -276,6 +276,14 @@ class Prefetcher:
         self._submit()
         return step, microbatches
 
+    def restart(self, start_step: int, stop_step: int) -> None:
+        """Go on with ``start_step .. stop_step-1`` instead of what was still to come."""
+        ahead = max(1, len(self._pending))
+        self._pending.clear()  # what is being made is dropped when it is done
+        self._steps = iter(range(start_step, stop_step))
+        for _ in range(ahead):
+            self._submit()
+
     def close(self) -> None:
         """Drop what was made ahead and end the thread, after the step that it works on. Safe to repeat."""
         self._steps = iter(())

@@ -46,6 +46,9 @@ class TorchDevice(Device):
         if reset is not None:
             reset()
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError) or super().is_out_of_memory(error)
+
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)  # the host's generator, and those of devices that torch knows of
         seed_device = getattr(self._module, "manual_seed_all", None)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from accelbridge.backend import Collectives, Device, Execution, Precision, Support, World, unsupported
+from accelbridge.backend import Collectives, Device, Execution, Gradients, Precision, Support, World, unsupported
 from accelbridge.errors import ConfigError
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
@@ -88,7 +88,7 @@ class EagerExecution(Execution):
         self._control = self._collectives.control_group(timeout_s)
 
     def close(self) -> None:
-        self._mesh = self._control = None
+        self._mesh = self._control = self.gradients = None
         self._realised.clear()
         self._known_shares.clear()
         self._collectives.shutdown()
@@ -226,15 +226,19 @@ class EagerExecution(Execution):
         dist.all_reduce(found)
         return [count > 0 for count in found.tolist()]
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None, loss: Tensor | None = None) -> Tensor:
         # The norm is float32, and each element counts once: a copy weighs its share of them.
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        gradients = [cast(Tensor, p.grad) for p in parameters]
         parts = [local(g) for g in gradients]
-        squares = torch.stack(torch._foreach_norm([part.float() for part in parts])).square()
-        total = (squares * self._shares(gradients)).sum()
+        norms = torch.stack(torch._foreach_norm([part.float() for part in parts]))
+        total = (norms.square() * self._shares(gradients)).sum()
+        lost = torch.zeros_like(total) if loss is None else loss * 0  # NaN where the loss is not finite
+        sums = torch.stack([total, lost])
         if self._layout.size > 1:
-            dist.all_reduce(total)
-        norm = total.sqrt()
+            dist.all_reduce(sums)
+        norm = sums[0].sqrt()
+        self.gradients = Gradients(norm, sums[1], parameters, norms)
         if max_norm is not None:
             torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

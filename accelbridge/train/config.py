@@ -18,6 +18,7 @@ from accelbridge.data.config import DataConfig
 from accelbridge.memory.config import RecomputeSetting
 from accelbridge.models.config import ModelConfig
 from accelbridge.train.checkpoint_config import CheckpointConfig, check_schedule
+from accelbridge.train.guards_config import GuardsConfig
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.places import Places
 
@@ -270,6 +271,7 @@ class TrainConfig(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    guards: GuardsConfig = Field(default_factory=GuardsConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -297,6 +299,31 @@ class TrainConfig(Section):
                 f"train.steps is {self.train.steps}, less than their sum; set fewer of them or more steps"
             )
         check_schedule(self.checkpoint, self.train)
+        return self
+
+    @model_validator(mode="after")
+    def _profile_fits(self) -> TrainConfig:
+        if (steps := self.metrics.profiled_steps) and steps[-1] > self.train.steps:
+            raise ValueError(
+                f"metrics.profile {self.metrics.profile} asked; train.steps is {self.train.steps}; give steps "
+                "of the run"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_roll_back(self) -> TrainConfig:
+        spike, kept = self.guards.spike, self.checkpoint
+        if spike is None or spike.action != "rollback":
+            return self
+        # A spike is seen up to metrics.interval steps later; the newest checkpoint of then may be a step old.
+        reach = (kept.keep - 1) * kept.interval
+        if reach < spike.window + self.metrics.interval:
+            raise ValueError(
+                f"guards.spike.action rollback asked; checkpoint.keep {kept.keep} at checkpoint.interval "
+                f"{kept.interval} reach back {reach} steps, and a spike is judged by {spike.window} steps "
+                f"(guards.spike.window) and seen up to {self.metrics.interval} later (metrics.interval); set them so "
+                "that (keep - 1) * checkpoint.interval is at least the sum of the two"
+            )
         return self
 
     @classmethod

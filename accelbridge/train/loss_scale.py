@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.train.config import LossScaleChoice, LossScaleConfig
+from accelbridge.train.masked_update import masked_step
 
 PREFIX = "loss_scale."
 """Names in a checkpoint begin with this."""
@@ -44,20 +45,13 @@ class LossScale:
         if gradients:
             torch._foreach_mul_(gradients, self.scale.reciprocal())
 
-    def step(self, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-        """Update, unless ``norm`` (of all gradients on all ranks) is not finite; then change the scale.
-
-        A skipped update leaves parameters, moments and counts of updates as they were, bit by bit. Optimizers that
-        take ``found_inf`` (torch's fused ones) mask it on the device; for others the host reads the flag.
-        """
+    def step(self, optimizer: torch.optim.Optimizer, norm: Tensor, mask: Tensor | None = None) -> None:
+        """Update, unless ``norm`` (of all gradients on all ranks) is not finite or ``mask`` (a bool scalar) says not
+        to; then change the scale, which goes by the norm alone. See :func:`masked_step`."""
         overflow = torch.isfinite(norm).logical_not()
-        if masks_updates(optimizer):
-            optimizer.found_inf = overflow.float()  # type: ignore[attr-defined]
-            optimizer.step()
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        elif not overflow.item():
-            optimizer.step()
-        self.skipped += overflow
+        masked = overflow if mask is None else overflow | mask
+        masked_step(optimizer, masked)
+        self.skipped += masked
         if self._dynamic:
             self._adapt(overflow)
 
@@ -74,8 +68,3 @@ class LossScale:
     def state(self) -> dict[str, Tensor]:
         """The live tensors by name, for a checkpoint to hold, and to be filled from one."""
         return {f"{PREFIX}scale": self.scale, f"{PREFIX}skipped": self.skipped, f"{PREFIX}clean": self._clean}
-
-
-def masks_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update can be masked on the device, by the attribute that torch's GradScaler also asks."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

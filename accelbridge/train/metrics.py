@@ -5,7 +5,8 @@ a value that isn't finite is the text ``"nan"``, ``"inf"`` or ``"-inf"``, which 
 
 - step lines: ``step`` (optimizer updates done, from 1), ``time`` (Unix seconds when the host finished the
   step), ``loss``, ``grad_norm``, ``lr``, ``tokens`` (of the whole step, over all ranks), ``step_time``
-  (seconds, host), ``tokens_per_second``, ``mfu`` (0..1, or ``"unknown"``), and what else the trainer records;
+  (seconds, host), its parts ``time_data``, ``time_forward``, ... (see ``accelbridge.train.step_times``),
+  ``time_wait``, ``tokens_per_second``, ``mfu`` (0..1, or ``"unknown"``), and what else the trainer records;
 - event lines: ``event`` (``start``, ``evaluation``, ``checkpoint``, ...) and the ``step`` it came after.
 
 There is exactly one line per step, also after any number of crashes and resumes. Steps and events are written
@@ -45,10 +46,14 @@ FINISHED_EVENT = "finished"
 """Event of a run that did all its steps."""
 PASSED_OVER_EVENT = "passed_over"
 """Event of a checkpoint that could not be used: ``checkpoint``, ``fault`` and the name it was ``renamed`` to."""
-HISTORY = ("start", "resume", PASSED_OVER_EVENT)
+HALTED_EVENT = "halted"
+"""Event of a run that a guard stopped: ``cause`` (nonfinite, spike) and ``message``."""
+ROLLBACK_EVENT = "rollback"
+"""Event of a run that went back to a checkpoint: to ``step``, because of the loss of step ``spike``."""
+HISTORY = ("start", "resume", PASSED_OVER_EVENT, HALTED_EVENT, ROLLBACK_EVENT)
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 
-_COMPUTED = frozenset({"event", "time", "tokens_per_second", "mfu"})
+_COMPUTED = frozenset({"event", "time", "tokens_per_second", "mfu", "time_wait"})
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +88,7 @@ class Metrics:
 
     def __init__(self, output_dir: Path, config: MetricsConfig, facts: RunFacts, *, rank: int, start_step: int) -> None:
         self._facts = facts
+        self._output, self._tensorboard = output_dir, config.tensorboard
         self._interval = config.interval
         self._pending: list[dict[str, Any]] = []
         self._last_step = start_step
@@ -160,6 +166,14 @@ class Metrics:
         if self._writer is not None:
             self._writer.write([{"event": kind, **{name: _read(value) for name, value in fields.items()}}])
 
+    def rewind(self, step: int) -> None:
+        """Take back the lines of steps after ``step``, at least 1, which are to be done again with other data."""
+        self._pending.clear()
+        self._last_step = step
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = _Writer(self._output, step, self._tensorboard)
+
     def close(self) -> None:
         """Close the files; safe to call twice. Doesn't touch the device, where a read could hang after a
         failure: steps not flushed are not written."""
@@ -174,7 +188,7 @@ class Metrics:
         per_token, peak = self._facts.flops_per_token, self._facts.peak_flops
         mfu = UNKNOWN if per_token is None or peak is None else per_token * rate / peak
         for line in lines:
-            line |= {"tokens_per_second": rate, "mfu": mfu}
+            line |= {"time_wait": round(waited / len(lines), 6), "tokens_per_second": rate, "mfu": mfu}
 
 
 # --------------------------------------------------------------------------------------------- device scalars

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ import numpy as np
 
 from accelbridge.errors import ConfigError, DataError
 from accelbridge.parallel.layout import Layout
+from accelbridge.train.incidents import Incidents, incident_rows, incidents, time_split, time_table
 from accelbridge.train.metrics import METRICS_FILE, UNKNOWN, parse_line
 from accelbridge.train.progress import quantity
 
@@ -60,6 +61,8 @@ class History:
     caption: str
     torn: bool
     """The last line is incomplete: it is being written, or the run was killed while it was."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """All event lines, in the order of the file."""
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Values of ``name`` by step, (steps,); NaN where a line has no such number."""
@@ -90,7 +93,8 @@ def read_history(run: Path) -> History:
         )
     starts = [line for line in lines if line.get("event") == "start"]
     resumes = starts[1:] or [line for line in lines if line.get("event") == "resume"]
-    evaluations = [line for line in lines if line.get("event") == "evaluation" and "step" in line]
+    events = [line for line in lines if "event" in line]
+    evaluations = [line for line in events if line["event"] == "evaluation" and "step" in line]
     return History(
         run=run,
         steps=[steps[step] for step in sorted(steps)],
@@ -99,6 +103,7 @@ def read_history(run: Path) -> History:
         facts=starts[-1] if starts else {},
         caption=_caption(run / "plan.json"),
         torn=torn,
+        events=events,
     )
 
 
@@ -174,6 +179,10 @@ class Summary:
     restarts: int
     nonfinite_losses: int
     torn_last_line: bool
+    incidents: Incidents
+    """What a guard or a watch reported."""
+    time_split: dict[str, float]
+    """Mean host seconds per step by part."""
 
 
 def summarise(history: History) -> Summary:
@@ -195,6 +204,8 @@ def summarise(history: History) -> Summary:
         restarts=len(history.restarts),
         nonfinite_losses=len(losses) - len(finite),
         torn_last_line=history.torn,
+        incidents=incidents(history.events, history.steps),
+        time_split=time_split(history.steps),
     )
 
 
@@ -216,9 +227,10 @@ def as_text(history: History, summary: Summary, path: Path) -> str:
         ("loss", _loss_text(summary)),
         ("validation", _validation_text(history, summary)),
         ("speed", _speed_text(summary)),
+        *incident_rows(summary.incidents, history.restarts),
         ("report", str(path)),
     ]
-    return "\n".join(f"{name:<11}{text}" for name, text in rows)
+    return "\n".join([*(f"{name:<11}{text}" for name, text in rows), *time_table(summary.time_split)])
 
 
 def _steps_text(summary: Summary) -> str:

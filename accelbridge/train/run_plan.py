@@ -146,12 +146,20 @@ def _resolve(
         notes=notes,
     )
     plan = resolve(target.selection, target.backend, target.capabilities, inputs)
+    if "adamw" not in plan.loaders:
+        plan = replace(plan, notes=(*plan.notes, _HOST_WAITS))
     if config.precision.compute == "float16":
-        plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale, plan)))
+        plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale)))
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
 
 
-def _loss_scale_notes(scale: LossScaleChoice, plan: ExecutionPlan) -> list[str]:
+_HOST_WAITS = (
+    "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow or a value "
+    "that is not finite"
+)
+
+
+def _loss_scale_notes(scale: LossScaleChoice) -> list[str]:
     """What float16 adds to a step."""
     skipped = "updates whose gradients overflow are skipped on all ranks"
     if isinstance(scale, float | int):
@@ -162,10 +170,6 @@ def _loss_scale_notes(scale: LossScaleChoice, plan: ExecutionPlan) -> list[str]:
             f"loss scale: from {tuned.initial:g}, x {tuned.growth:g} after {tuned.growth_interval} updates without "
             f"overflow, x {tuned.backoff:g} after one; {skipped}"
         ]
-    if "adamw" not in plan.loaders:
-        notes.append(
-            "adamw (reference) cannot mask an update on the device: the host waits once a step to see an overflow"
-        )
     return notes
 
 

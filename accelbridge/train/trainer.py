@@ -22,38 +22,42 @@ from torch import Tensor, nn
 from accelbridge import agreement, ops
 from accelbridge.backend import Execution, Precision
 from accelbridge.checkpoint.load import load
-from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.manifest import Manifest, skipped_data
 from accelbridge.checkpoint.retention import Retention
 from accelbridge.checkpoint.save import Checkpointer
 from accelbridge.data.loader import (
     Loader,
-    PackedSamples,
     Prefetcher,
     Samples,
     check_samples,
-    describe_samples,
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
 from accelbridge.memory import recompute
-from accelbridge.models.dropout import Dropout, name_sites
-from accelbridge.parallel.layout import Layout
+from accelbridge.models.dropout import name_sites
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.emergency import open_ballot, save_last_step
+from accelbridge.train.guards import Guards
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
 from accelbridge.train.loss_scale import LossScale
+from accelbridge.train.masked_update import masked_step
+from accelbridge.train.memory_advice import explained_out_of_memory
+from accelbridge.train.memory_use import MemoryUse
 from accelbridge.train.metrics import FINISHED_EVENT, PASSED_OVER_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
-from accelbridge.train.prepare import Prepared, prepare
+from accelbridge.train.prepare import prepare
+from accelbridge.train.profile import StepProfiler
 from accelbridge.train.progress import make_progress
+from accelbridge.train.provided import packed, provided
 from accelbridge.train.resume import CHECKPOINTS, check_unchanged
 from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
-from accelbridge.train.run_plan import Provided
+from accelbridge.train.rollback import roll_back
+from accelbridge.train.spikes import Spike
+from accelbridge.train.step_times import StepTimes
 from accelbridge.train.stop import Asked, Requests, seconds_left
-from accelbridge.train.uncovered import check_savable, coverage_notes
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
@@ -118,14 +122,18 @@ class Trainer:
             world_from_environment(),
             backend=backend,
             resume=resume,
-            provided=_provided(self.config, model, {"train": data, "validation": validation}, loss),
+            provided=provided(self.config, model, {"train": data, "validation": validation}, loss),
         )
         self.plan = self.prepared.plan
         self.step = self.prepared.start_step
+        self.skipped_data = skipped_data(self.prepared.resume.manifest) if self.prepared.resume else 0
+        """Global batches that were skipped before this step, by rollbacks after loss spikes."""
+        self.times = StepTimes()
         self._model = model
         self._loss = loss
-        self._train = data if data is not None else _packed(self.prepared, "train")
-        self._validation = validation if validation is not None else _packed(self.prepared, "validation")
+        self._train = data if data is not None else packed(self.prepared, "train")
+        self._validation = validation if validation is not None else packed(self.prepared, "validation")
+        self.memory_use = MemoryUse()
         self._loss_scale: LossScale | None = None
         """With compute float16 only."""
         self._resources = ExitStack()
@@ -140,27 +148,33 @@ class Trainer:
     def fit(self) -> Result:
         """Train up to ``config.train.steps`` updates, or until SIGTERM or a time limit; leave a checkpoint behind, and
         close."""
-        with self, Requests(seconds_left(self.config)) as requests:
+        with self, Requests(seconds_left(self.config)) as requests, explained_out_of_memory(self):
             self.setup()
-            steps = Prefetcher(self.loader, self.step, self.config.train.steps)
+            steps = Prefetcher(self.loader, self.position, self.position + self.config.train.steps - self.step)
             self._resources.callback(steps.close)
             line: dict[str, Any] = {}
             validation_loss = None
             asked = Asked()
-            began = time.perf_counter()
+            self.times.begin()
             for _, microbatches in steps:
+                self.times.lap("data")
                 values = self.train_step(microbatches)
                 self.step += 1
                 self.updating = False
-                self.metrics.record(self.step, **values, step_time=time.perf_counter() - began)
+                self.metrics.record(self.step, **values, **self.times.end())
                 if self._due():
-                    line = self._read_metrics()
+                    line, spike = self._read_metrics()
+                    if spike is not None:
+                        roll_back(self, spike)
+                        steps.restart(self.position, self.position + self.config.train.steps - self.step)
+                        continue
                     asked = self._agree_on(requests)
                     validation_loss = self._evaluate_if_due(asked)
                     self._save_if_due(asked, line, validation_loss)
                 if asked.stop:
                     break
-                began = time.perf_counter()
+                self._profiler.after(self.step)
+                self.times.begin()
             self.checkpointer.wait()
             reason = {"reason": asked.stop} if asked.stop else {}
             self.metrics.event(STOPPED_EVENT if asked.stop else FINISHED_EVENT, step=self.step, **reason)
@@ -171,7 +185,20 @@ class Trainer:
 
         ``loss`` is this replica's share of the step's mean loss; the metrics add the shares up when they are read.
         """
-        execution, model, scale = self.execution, self.model, self._loss_scale
+        total, targets = self.accumulate(microbatches)
+        rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
+        set_learning_rate(self.optimizer, rate, self.execution.scalar)
+        values = {"loss": total, "tokens": targets, **self._update(rate, total)}
+        gradients = self.execution.gradients
+        assert gradients is not None, "clip_grad_norm() leaves them behind"
+        values = self.execution.end_step(values | self.guards.values(gradients))
+        self.times.lap("optimizer")
+        return self.guards.keep(self.step + 1, gradients, values)
+
+    def accumulate(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Forward and backward passes of a step, which add gradients up. Returns this replica's share of the mean loss
+        and the number of targets of the whole step, both on the device."""
+        execution, model, scale, times = self.execution, self.model, self._loss_scale, self.times
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
@@ -181,28 +208,34 @@ class Trainer:
             # Open in the backward pass as well, where recomputation must draw the same masks.
             with execution.microbatch(model, index, len(batches)), ops.dropout_stream(dropout_keys[index]):
                 loss = self.loss(model, batch) / divisor
+                times.lap("forward")
                 (loss if scale is None else loss * scale.scale).backward()
+            times.lap("backward")
             total += loss.detach()
-        rate = learning_rate(self.config.optimizer, self.step, self.config.train.steps)
-        set_learning_rate(self.optimizer, rate, execution.scalar)
-        values = self._update(rate)
-        return execution.end_step({"loss": total, "tokens": targets, **values})
+        return total, targets
 
-    def _update(self, rate: float) -> dict[str, Any]:
-        """Clip the gradients, update and clear them; what the metrics say of it."""
+    def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
+        """Clip the gradients, update and clear them, unless a guard masks the update; what the metrics say of it."""
         clip, scale = self.config.optimizer.clip_norm, self._loss_scale
-        values: dict[str, Any] = {"lr": rate}
-        if scale is None:
-            values["grad_norm"] = self.execution.clip_grad_norm(self.model, clip)
-            self.optimizer.step()
-        else:
+        if scale is not None:
             scale.unscale_(self.model.parameters())
-            values["grad_norm"] = norm = self.execution.clip_grad_norm(self.model, clip)
+        norm = self.execution.clip_grad_norm(self.model, clip, loss)
+        assert self.execution.gradients is not None, "clip_grad_norm() leaves them behind"
+        mask = self.guards.mask(self.execution.gradients)
+        values: dict[str, Any] = {"lr": rate, "grad_norm": norm}
+        if scale is None:
+            masked_step(self.optimizer, mask)
+        else:
             values["loss_scale"] = scale.scale.clone()  # that of this step: the update may change it
-            scale.step(self.optimizer, norm)
+            scale.step(self.optimizer, norm, mask)
             values["skipped_updates"] = scale.skipped
         self.optimizer.zero_grad()
         return values
+
+    @property
+    def position(self) -> int:
+        """The position in the data: global batches taken or skipped before the next step."""
+        return self.step + self.skipped_data
 
     def _with_dropout_keys(self, batch: Batch) -> Batch:
         """The batch, and what its dropout masks are drawn by where the model has any: placed as its rows are."""
@@ -269,6 +302,12 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
         if config.precision.compute == "float16":
             self._loss_scale = LossScale(config.precision.loss_scale, self.execution.device)
+        self.guards = Guards(
+            config.guards,
+            self.execution.device,
+            scaled=self._loss_scale is not None,
+            interval=config.metrics.interval,
+        )
         self._open_checkpoints()
         coordinates = self.execution.data_coordinates
         assert self._train is not None, "prepare() saw that there is training data"
@@ -376,6 +415,8 @@ class Trainer:
         for line, entry in zip(self._warnings, self._passed_over, strict=True):
             self.metrics.event(PASSED_OVER_EVENT, step=self.step, **entry)
             self.progress.print(line)
+        self._profiler = StepProfiler(self, config.metrics.profiled_steps)
+        self._resources.callback(self._profiler.close)
         if prepared.resume is not None:
             self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
 
@@ -396,11 +437,15 @@ class Trainer:
     def _last(self) -> bool:
         return self.step >= self.config.train.steps
 
-    def _read_metrics(self) -> dict[str, Any]:
-        """Read the pending values."""
+    def _read_metrics(self) -> tuple[dict[str, Any], Spike | None]:
+        """Read the pending values. Returns the newest line, and the loss spike because of which to go back to a
+        checkpoint, if there is one."""
         lines = self.metrics.flush(self.execution.sum)
         self.progress.update(lines[-1])
-        return lines[-1]
+        spike = self.guards.look(self, lines)
+        if (use := self.memory_use.grown(self)) is not None:
+            self.metrics.event("memory", step=self.step, **use)
+        return lines[-1], spike
 
     def _agree_on(self, requests: Requests) -> Asked:
         """What any rank is asked to do. A background save that has failed is raised here, on all ranks."""
@@ -439,11 +484,14 @@ class Trainer:
             layout=prepared.layout.as_dict(),
             plan=dict(self.plan.contract),
             metrics={name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)},
+            data_position=self.position,
         )
         began = time.perf_counter()
         self.checkpointer.save(self._state(), manifest)
+        stall = time.perf_counter() - began
+        self.times.add("checkpoint", stall)
         why = {"reason": reason} if reason else {}
-        self.metrics.event("checkpoint", step=self.step, stall=round(time.perf_counter() - began, 4), **why)
+        self.metrics.event("checkpoint", step=self.step, stall=round(stall, 4), **why)
 
     @property
     def saved_step(self) -> int:
@@ -469,43 +517,3 @@ class Trainer:
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
-
-
-def _packed(prepared: Prepared, split: str) -> Samples | None:
-    store = getattr(prepared, split)
-    config = prepared.config
-    return PackedSamples(store, config.train.seq_len, config.data.document_mask) if store is not None else None
-
-
-def _provided(
-    config: TrainConfig, model: nn.Module | None, own: Mapping[str, Samples | None], loss: Loss | None
-) -> Provided:
-    """What the plan must know of a script's own data and model: what they are, the ops it is known to call, and
-    what is not covered."""
-    data = {name: describe_samples(samples) for name, samples in own.items() if samples is not None}
-    if model is None:
-        return Provided(data=data, loss=loss is not None)
-    parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if config.model is not None:
-        raise ConfigError("model asked both in the recipe and as an argument; give one of the two")
-    check_savable(model)
-    parallel = config.parallel
-    spec = sharding_spec(model, Layout(tp=parallel.tp, sequence_parallel=parallel.sequence_parallel))
-    notes = coverage_notes(model)
-    if loss is not None and parallel.tp > 1:
-        notes.append("the loss is your own: what the model returns split over tp is gathered for it")
-    if loss is None and (note := NextTokenLoss(model).note):
-        notes.append(note)
-    vocab_head = "vocab_head" in spec.tensor_parallel.values()
-    dropout = any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
-    return Provided(
-        model=True,
-        data=data,
-        loss=loss is not None,
-        dropout=dropout,
-        vocab_head=vocab_head,
-        parameters=parameters,
-        units=sum(bool(name) and spec.is_unit(name) for name, _ in model.named_modules()),
-        spec=spec,
-        notes=notes,
-    )

@@ -53,6 +53,12 @@ class XlaDevice(Device):
         names = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
         return {ours: info.get(theirs) for ours, theirs in names.items()}
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        # The status of XLA's runtime (absl::StatusCode), in the text of a RuntimeError.
+        return (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)) or super().is_out_of_memory(
+            error
+        )
+
     def reset_peak_memory(self) -> None:
         return None  # the runtime keeps one peak for the life of the process
 

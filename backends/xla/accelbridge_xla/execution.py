@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from accelbridge.backend import Device, Execution, Precision, Support, World, unsupported
+from accelbridge.backend import Device, Execution, Gradients, Precision, Support, World, unsupported
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
@@ -66,7 +66,7 @@ class XlaExecution(Execution):
         self._annotator = Annotator(layout)
 
     def close(self) -> None:
-        self._annotator = self._model = self._optimizer = None
+        self._annotator = self._model = self._optimizer = self.gradients = None
         self._places = {}
 
     @property
@@ -165,8 +165,12 @@ class XlaExecution(Execution):
     def any(self, flag: bool) -> bool:
         return flag
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None, loss: Tensor | None = None) -> Tensor:
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(cast(Tensor, p.grad)) for p in parameters])
+        norm = torch.linalg.vector_norm(norms)
+        lost = torch.zeros_like(norm) if loss is None else loss * 0  # NaN where the loss is not finite
+        self.gradients = Gradients(norm, lost, parameters, norms)
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
         return norm
