@@ -1,7 +1,7 @@
 """``accelbridge``: train, devices, explain, data, report.
 
-Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 75 stopped by SIGTERM
-after a checkpoint.
+Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message, and never worth a retry;
+75 stopped by SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
@@ -86,11 +86,20 @@ def train(
             min=1, max=65535, metavar="PORT", help="Loopback port for the ranks to meet; default: a free one."
         ),
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start all processes again, from the newest checkpoint, when one was killed or crashed, up to N "
+            "times; default: 0.",
+        ),
+    ] = None,
 ) -> None:
     """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""
     from accelbridge.cli.train import run
 
-    sys.exit(run(recipe, overrides or [], nproc, backend, resume, port))
+    sys.exit(run(recipe, overrides or [], nproc, backend, resume, port, max_restarts))
 
 
 @app.command()

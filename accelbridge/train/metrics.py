@@ -43,7 +43,7 @@ STOPPED_EVENT = "stopped"
 """Event of a run that ended early on SIGTERM, after its checkpoint was published."""
 FINISHED_EVENT = "finished"
 """Event of a run that did all its steps."""
-HISTORY = ("start", "resume")
+HISTORY = ("start", "resume", "restart")
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 
 _COMPUTED = frozenset({"event", "time", "tokens_per_second", "mfu"})

@@ -34,6 +34,7 @@ from accelbridge.train.check import (
 )
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.metrics import METRICS_FILE
+from accelbridge.train.restart import resume_after_restart
 from accelbridge.train.run_plan import Provided, plan_run
 
 CHECKPOINTS = "checkpoints"
@@ -87,6 +88,8 @@ class Prepared:
     resume: Resume | None
     plan: ExecutionPlan
     recompute: Recompute = field(default_factory=Recompute)
+    continues: bool = False
+    """Whether it may go on with what ``output.dir`` holds, from a checkpoint or, where there is none, from step 0."""
 
     @property
     def output(self) -> Path:
@@ -149,9 +152,11 @@ def _prepare(
         config, provided = _without_absent_data(config, provided)
     train, validation = (open_store(config, split) for split in SPLITS)
     output = Path(config.output.dir).expanduser()
-    if writes and str(resume) == "none":
+    if writes:
         with _path_of(f'output.dir "{output}"'):
-            _refuse_other_run(output)
+            resume = resume_after_restart(resume, world.restart, output / CHECKPOINTS)
+            if str(resume) == "none":
+                _refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     stores = {"train": train, "validation": validation}
     plan, recompute = plan_run(config, world, target, layout, size, stores, resumed, provided)
@@ -159,7 +164,8 @@ def _prepare(
         _same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute)
+    continues = str(resume) != "none"
+    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute, continues)
 
 
 def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: Provided) -> None:
@@ -286,10 +292,10 @@ def _same_order(config: TrainConfig, resume: Resume, contract: Mapping[str, Any]
 
 def check_unchanged(prepared: Prepared) -> None:
     """Look once more, now that ``output.dir`` is locked: another run may have ended there in the meantime."""
-    if prepared.resume is None:
+    if not prepared.continues:
         _refuse_other_run(prepared.output)
     newest = manifests.complete(prepared.output / CHECKPOINTS)
-    if prepared.resume is not None and newest and _step(newest[-1]) > prepared.start_step:
+    if prepared.continues and newest and _step(newest[-1]) > prepared.start_step:
         raise CheckpointError(
             f"{newest[-1]} was written by another run while this one was waiting; start again with --resume auto"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, Metrics, Ru
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
 from accelbridge.train.prepare import CHECKPOINTS, Prepared, check_unchanged, prepare
 from accelbridge.train.progress import make_progress
+from accelbridge.train.restart import EVENT as RESTART_EVENT
+from accelbridge.train.restart import restart_of
+from accelbridge.train.rounds import meet
 from accelbridge.train.run_plan import Provided
 from accelbridge.train.stop import StopOnSignal
 from accelbridge.train.uncovered import check_savable, coverage_notes
@@ -250,6 +253,8 @@ class Trainer:
             self._resources.callback(OutputLock(prepared.output).release)
             check_unchanged(prepared)
         self._resources.callback(RankLog(prepared.output, world.rank).close)
+        if world.restart:
+            log.info("started again by the launcher (restart %d): --resume auto, whatever was asked", world.restart)
         self._agree_and_start()
         self._show_plan()
         self._build()
@@ -276,8 +281,9 @@ class Trainer:
         target, world = prepared.target, prepared.world
         self.execution: Execution = target.backend.execution
         apply_environment(target.backend.collectives, world)
-        store = connect(world, parallel.agreement_timeout)
-        agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
+        deadline = time.monotonic() + parallel.agreement_timeout
+        store, world = meet(connect(world, parallel.agreement_timeout), world, parallel.agreement_timeout)
+        agreement.agree(store, world, self.plan.contract, max(deadline - time.monotonic(), 0.1))
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)
@@ -351,12 +357,17 @@ class Trainer:
             total_steps=config.train.steps,
             tokens_per_step=config.train.global_batch_size * config.train.seq_len,
         )
+        # Asked before the metrics are opened: they remove the lines of steps that are lost.
+        restart = restart_of(prepared.output, self.step, world.restart) if world.rank == 0 else None
         self.metrics = Metrics(prepared.output, config.metrics, facts, rank=world.rank, start_step=self.step)
         self._resources.callback(self.metrics.close)
         self.progress = make_progress(config.train.steps, self.step, rank=world.rank)
         self._resources.callback(self.progress.close)
         if prepared.resume is not None:
             self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
+        if restart is not None:
+            log.info("%s", restart)
+            self.metrics.event(RESTART_EVENT, **asdict(restart))
 
     # ------------------------------------------------------------------------------------------ between the steps
 
