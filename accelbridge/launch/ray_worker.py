@@ -1,6 +1,7 @@
 """What runs inside Ray: a rank of the Trainer in each worker, and the count of starts. Imports Ray."""
 
-# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportUntypedBaseClass=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (an optional dependency; and pyright takes the file beside this one for the module ray)
 
 from __future__ import annotations
 

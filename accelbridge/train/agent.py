@@ -83,8 +83,9 @@ def _died(code: int) -> str:
 class Agent(LocalElasticAgent):
     """Restarts all ranks when one has failed, up to ``max_restarts`` times, but not for what a restart cannot cure."""
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+    # torch's decorator hides the types of the method.
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             os.environ.pop(CAUSE, None)
             if result.failures:

@@ -105,7 +105,7 @@ def launch(
         numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count).numa_options,  # what torchrun binds
     )
     try:
-        result = Agent(spec, DefaultLogsSpecs(), **_patience()).run()
+        result: Any = Agent(spec, DefaultLogsSpecs(), **_patience()).run()
     except SignalException as error:
         return _signalled(error.sigval, output)
     return _failed(result.failures) if result.is_failed() else 0
