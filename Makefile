@@ -1,12 +1,12 @@
-# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim, test-xla: see
-# below.
+# make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim, test-xla,
+# test-ray: see below.
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim test-xla parity certify-all install clean
+.PHONY: demo test lint types tests test-sim test-xla test-ray parity certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -32,7 +32,7 @@ parity: install
 	$(BIN)/python -m tests.parity
 
 # Everything in full.
-certify-all: test test-sim test-xla parity
+certify-all: test test-sim test-xla test-ray parity
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
@@ -45,6 +45,15 @@ test-xla: .venv-xla/installed
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints-xla.txt -e ".[dev,xla]"
 	touch $@
 
+# Real Ray on this machine, in an environment of its own.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/python -m pytest tests/test_ray.py
+
+.venv-ray/installed: pyproject.toml constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	touch $@
+
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -53,4 +62,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-xla runs datasets .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla .venv-ray runs datasets .pytest_cache .ruff_cache

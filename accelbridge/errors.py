@@ -2,6 +2,9 @@
 
 ``AccelbridgeError`` and its children are the user's to fix: the command line prints the message without a
 traceback and exits with ``exit_code``. A bug of ours stays an ``AssertionError`` or whatever Python raised.
+
+Exit code 2 says that the same command would fail again, so a launcher that restarts ranks ends the run; an error that
+may be gone at the next start has another ``exit_code``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``accelbridge``: train, devices, explain, data, checkpoint, report.
 
-Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message; 3 a loss or gradient that is
-not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM or a time limit after a checkpoint.
+Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message, and never worth a retry; 3 a
+loss or gradient that is not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM or a time limit after a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -94,12 +95,21 @@ def train(
             metavar="FIRST:LAST", help="Chrome trace of these steps, per rank, in OUTPUT/profile: --profile 10:12."
         ),
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start all processes again, from the newest checkpoint, when one was killed or crashed, up to N "
+            "times; default: 0.",
+        ),
+    ] = None,
 ) -> None:
     """Train as RECIPE says. Under torchrun, Slurm, Kubernetes or Ray it joins the ranks that are there."""
     from accelbridge.cli.train import run
 
     settings = [*(overrides or []), *([f"metrics.profile={profile}"] if profile is not None else [])]
-    sys.exit(run(recipe, settings, nproc, backend, resume, port))
+    sys.exit(run(recipe, settings, nproc, backend, resume, port, max_restarts))
 
 
 @app.command()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -27,15 +27,16 @@ def run(
     backend: str | None,
     resume: str,
     port: int | None,
+    max_restarts: int | None,
 ) -> int:
     """Train; returns the exit code."""
     if launched():
-        _leave_to_launcher(nproc, port)
+        _leave_to_launcher({"--nproc": nproc, "--port": port, "--max-restarts": max_restarts})
         return _as_rank(lambda: TrainConfig.load(recipe, overrides), backend, resume)
     config = TrainConfig.load(recipe, overrides)
     target = choose_target(config, backend)
     count = target.processes(nproc)
-    if count == 1:
+    if count == 1 and not max_restarts:
         return _as_rank(lambda: config, backend, resume)
     # What can be known to fail is said here once, not by every rank.
     prepare(config, World(size=count, local_size=count), target=target, resume=resume)
@@ -45,11 +46,12 @@ def run(
     arguments += ["--backend", backend] if backend else []
     arguments += [text for override in overrides for text in ("--set", override)]
     command = [sys.executable, "-m", "accelbridge", *arguments]
-    return launch(command, count, target.backend.collectives, port, Path(config.output.dir).expanduser())
+    output = Path(config.output.dir).expanduser()
+    return launch(command, count, target.backend.collectives, port, output, max_restarts or 0)
 
 
-def _leave_to_launcher(nproc: int | None, port: int | None) -> None:
-    for option, value in (("--nproc", nproc), ("--port", port)):
+def _leave_to_launcher(options: Mapping[str, int | None]) -> None:
+    for option, value in options.items():
         if value is not None:
             raise ConfigError(
                 f"{option} {value} asked; this process is already a rank of a launcher (RANK is set), which decides "

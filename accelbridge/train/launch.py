@@ -6,31 +6,26 @@ socket is bound to 127.0.0.1.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import socket
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import typer
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.launcher.api import LaunchConfig
 
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
+from accelbridge.train.agent import Agent, first_failure
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, last_event
 from accelbridge.train.stop import STOPPED_EXIT_CODE, passing_on_save_requests
 from accelbridge.train.world import BY_US, apply_environment
@@ -41,9 +36,10 @@ _SAVE_SECONDS = 600
 
 
 class _Loopback(RendezvousHandler):
-    """One node, one round: this process is the whole rendezvous."""
+    """One node: this process is the whole rendezvous, and every restart a round of it."""
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
+        self._rounds = 0
         self._port = listener.getsockname()[1]
         # The store takes the descriptor over.
         self._store = TCPStore(
@@ -63,7 +59,8 @@ class _Loopback(RendezvousHandler):
         return _RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore("rendezvous", self._store)
+        self._rounds += 1
+        store = PrefixStore(f"rendezvous/{self._rounds}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
@@ -82,32 +79,37 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def launch(command: Sequence[str], count: int, collectives: Collectives, port: int | None, output: Path) -> int:
-    """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run in ``output``."""
+def launch(
+    command: Sequence[str],
+    count: int,
+    collectives: Collectives,
+    port: int | None,
+    output: Path,
+    max_restarts: int = 0,
+) -> int:
+    """Run ``count`` ranks of ``command`` and wait for them; returns the exit code of the run in ``output``.
+
+    When a rank is killed or crashes, all are started again, up to ``max_restarts`` times.
+    """
     listener = _listen(port)
     os.environ[BY_US] = str(os.getpid())
     apply_environment(collectives, World(size=count, local_size=count))
-    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Loopback(listener, 300.0))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say below
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=_RENDEZVOUS,
-        rdzv_endpoint=f"{_LOOPBACK}:{listener.getsockname()[1]}",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(),
-        **_patience(),
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=count,
+        rdzv_handler=_Loopback(listener, 300.0),
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        max_restarts=max_restarts,
+        numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count).numa_options,  # what torchrun binds
     )
     try:
         with passing_on_save_requests():
-            elastic_launch(config, command[0])(*command[1:])
+            result: Any = Agent(spec, DefaultLogsSpecs(), **_patience()).run()
     except SignalException as error:
         return _signalled(error.sigval, output)
-    except ChildFailedError as error:
-        return _failed(error)
-    return 0
+    return _failed(result.failures) if result.is_failed() else 0
 
 
 def _patience() -> dict[str, Any]:
@@ -137,29 +139,9 @@ def _listen(port: int | None) -> socket.socket:
     return listener
 
 
-def _failed(error: ChildFailedError) -> int:
-    """Print the failure that came first, and return its code; the others mostly follow from it."""
-    if all(f.exitcode == STOPPED_EXIT_CODE for f in error.failures.values()):
-        return STOPPED_EXIT_CODE
-    reports = {rank: _read_report(failure) for rank, failure in error.failures.items()}
-    # A rank that left no report died without a word, which the others' reports are about.
-    rank = min(reports, key=lambda r: reports[r].get("failed_at", 0.0))
-    failure = error.failures[rank]
-    typer.echo(f"error: rank {rank}: {reports[rank].get('message') or _died(failure.exitcode)}", err=True)
-    return failure.exitcode if failure.exitcode > 0 else 1
-
-
-def _read_report(failure: Any) -> dict[str, Any]:
-    """What a rank of ours wrote about its end (``accelbridge.cli.train``); empty where it could not."""
-    try:
-        report = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return report if isinstance(report.get("failed_at"), float) else {}
-
-
-def _died(code: int) -> str:
-    return f"ended by signal {-code}" + _HINT if code < 0 else f"exit code {code} without a message" + _HINT
-
-
-_HINT = "; see OUTPUT/logs"
+def _failed(failures: Mapping[int, ProcessFailure]) -> int:
+    """Print the failure that came first, and return its code."""
+    first = first_failure(failures)
+    if first.exit_code != STOPPED_EXIT_CODE:
+        typer.echo(f"error: {first}", err=True)
+    return first.exit_code if first.exit_code > 0 else 1

@@ -50,7 +50,7 @@ HALTED_EVENT = "halted"
 """Event of a run that a guard stopped: ``cause`` (nonfinite, spike) and ``message``."""
 ROLLBACK_EVENT = "rollback"
 """Event of a run that went back to a checkpoint: to ``step``, because of the loss of step ``spike``."""
-HISTORY = ("start", "resume", PASSED_OVER_EVENT, HALTED_EVENT, ROLLBACK_EVENT)
+HISTORY = ("start", "resume", "restart", PASSED_OVER_EVENT, HALTED_EVENT, ROLLBACK_EVENT)
 """Events that stay in the file when steps are done again: they tell what happened, not what was computed."""
 
 _COMPUTED = frozenset({"event", "time", "tokens_per_second", "mfu", "time_wait"})

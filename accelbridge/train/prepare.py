@@ -28,7 +28,8 @@ from accelbridge.train.check import (
     resolve_layout,
 )
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.resume import Resume, check_same_order, path_of, refuse_other_run, resume_point
+from accelbridge.train.restart import resume_after_restart
+from accelbridge.train.resume import CHECKPOINTS, Resume, check_same_order, path_of, refuse_other_run, resume_point
 from accelbridge.train.run_plan import Provided, plan_run
 from accelbridge.train.stop import SLURM_END
 
@@ -75,7 +76,7 @@ class Prepared:
     plan: ExecutionPlan
     recompute: Recompute = field(default_factory=Recompute)
     continues: bool = False
-    """Whether the run goes on in its folder (``--resume auto``), though perhaps from no checkpoint."""
+    """Whether it may go on with what ``output.dir`` holds, from a checkpoint or, where there is none, from step 0."""
 
     @property
     def output(self) -> Path:
@@ -140,9 +141,11 @@ def _prepare(
         config, provided = _without_absent_data(config, provided)
     train, validation = (open_store(config, split) for split in SPLITS)
     output = Path(config.output.dir).expanduser()
-    if writes and str(resume) == "none":
+    if writes:
         with path_of(f'output.dir "{output}"'):
-            refuse_other_run(output)
+            resume = resume_after_restart(resume, world.restart, output / CHECKPOINTS)
+            if str(resume) == "none":
+                refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     stores = {"train": train, "validation": validation}
     plan, recompute = plan_run(config, world, target, layout, size, stores, resumed, provided)
@@ -150,7 +153,7 @@ def _prepare(
         check_same_order(config, resumed, plan.contract)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
-    continues = str(resume) == "auto"
+    continues = str(resume) != "none"
     return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute, continues)
 
 

@@ -92,7 +92,7 @@ def read_history(run: Path) -> History:
             "(metrics.interval steps), or look into the run's log for why it stopped"
         )
     starts = [line for line in lines if line.get("event") == "start"]
-    resumes = starts[1:] or [line for line in lines if line.get("event") == "resume"]
+    resumes = starts[1:] or [line for line in lines if line.get("event") in ("resume", "restart")]
     events = [line for line in lines if "event" in line]
     evaluations = [line for line in events if line["event"] == "evaluation" and "step" in line]
     return History(

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ from accelbridge.train.prepare import prepare
 from accelbridge.train.profile import StepProfiler
 from accelbridge.train.progress import make_progress
 from accelbridge.train.provided import packed, provided
+from accelbridge.train.restart import EVENT as RESTART_EVENT
+from accelbridge.train.restart import restart_of
 from accelbridge.train.resume import CHECKPOINTS, check_unchanged
 from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
 from accelbridge.train.rollback import roll_back
+from accelbridge.train.rounds import meet
 from accelbridge.train.spikes import Spike
 from accelbridge.train.step_times import StepTimes
 from accelbridge.train.stop import Asked, Requests, seconds_left
@@ -296,6 +299,8 @@ class Trainer:
             self._resources.callback(OutputLock(prepared.output).release)
             check_unchanged(prepared)
         self._resources.callback(RankLog(prepared.output, world.rank).close)
+        if world.restart:
+            log.info("started again by the launcher (restart %d): --resume auto, whatever was asked", world.restart)
         self._agree_and_start()
         self._show_plan()
         self._build()
@@ -328,8 +333,9 @@ class Trainer:
         target, world = prepared.target, prepared.world
         self.execution: Execution = target.backend.execution
         apply_environment(target.backend.collectives, world)
-        store = connect(world, parallel.agreement_timeout)
-        agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
+        deadline = time.monotonic() + parallel.agreement_timeout
+        store, world = meet(connect(world, parallel.agreement_timeout), world, parallel.agreement_timeout)
+        agreement.agree(store, world, self.plan.contract, max(deadline - time.monotonic(), 0.1))
         self._ballot = open_ballot(store, world)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
@@ -408,6 +414,8 @@ class Trainer:
             total_steps=config.train.steps,
             tokens_per_step=config.train.global_batch_size * config.train.seq_len,
         )
+        # Asked before the metrics are opened: they remove the lines of steps that are lost.
+        restart = restart_of(prepared.output, self.step, world.restart) if world.rank == 0 else None
         self.metrics = Metrics(prepared.output, config.metrics, facts, rank=world.rank, start_step=self.step)
         self._resources.callback(self.metrics.close)
         self.progress = make_progress(config.train.steps, self.step, rank=world.rank)
@@ -419,6 +427,9 @@ class Trainer:
         self._resources.callback(self._profiler.close)
         if prepared.resume is not None:
             self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
+        if restart is not None:
+            log.info("%s", restart)
+            self.metrics.event(RESTART_EVENT, **asdict(restart))
 
     # ------------------------------------------------------------------------------------------ between the steps
 

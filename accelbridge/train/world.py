@@ -54,7 +54,7 @@ def world_from_environment() -> World:
         local_rank=local_rank,
         local_size=local_size,
         run_id=os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run",
-        restart=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
+        restart=(_integer("TORCHELASTIC_RESTART_COUNT") or 0) + (_integer("SLURM_RESTART_COUNT") or 0),
     )
 
 
