@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,8 +12,9 @@ from pathlib import Path
 import typer
 
 from accelbridge.backend import World
-from accelbridge.errors import AccelbridgeError, ConfigError
+from accelbridge.errors import AccelbridgeError, ConfigError, RunFailed
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.last_words import report
 from accelbridge.train.prepare import Prepared, choose_target, prepare
 from accelbridge.train.stop import STOPPED_EXIT_CODE, leave_with_parent
 from accelbridge.train.world import BY_US, launched
@@ -92,11 +92,7 @@ def _append_to_log(prepared: Prepared) -> Path | None:
 def _report(error: Exception, log: Path | None, failed_at: float) -> None:
     """Say what happened, once: through our launcher if it is ours, else on stderr."""
     text = str(error) if isinstance(error, AccelbridgeError) else _crash(error, log)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if BY_US in os.environ and path is not None:
-        Path(path).write_text(json.dumps({"message": text, "failed_at": failed_at}), encoding="utf-8")
-    else:
-        typer.echo(f"error: rank {os.environ.get('RANK', '?')}: {text}" if launched() else f"error: {text}", err=True)
+    report(text, failed_at, error.last_seen if isinstance(error, RunFailed) else None)
 
 
 def _crash(error: Exception, log: Path | None) -> str:

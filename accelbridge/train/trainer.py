@@ -49,6 +49,7 @@ from accelbridge.train.progress import make_progress
 from accelbridge.train.run_plan import Provided
 from accelbridge.train.stop import StopOnSignal
 from accelbridge.train.uncovered import check_savable, coverage_notes
+from accelbridge.train.watch import Watch
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
@@ -124,6 +125,9 @@ class Trainer:
         self._loss_scale: LossScale | None = None
         """With compute float16 only."""
         self._resources = ExitStack()
+        parallel = self.config.parallel
+        logs = self.prepared.output / "logs"
+        self._watch = Watch(self.prepared.world, parallel.timeout, parallel.heartbeat_timeout, logs)
         self._ready = self._closed = False
         self.failed_at: float | None = None
         """Unix time of the error that ended the run: before closing, which makes the other ranks fail as well."""
@@ -139,16 +143,20 @@ class Trainer:
             line: dict[str, Any] = {}
             validation_loss = None
             stopped = False
+            self._watch.begin(self.step + 1)
             began = time.perf_counter()
             for _, microbatches in steps:
                 values = self.train_step(microbatches)
                 self.step += 1
-                self.metrics.record(self.step, **values, step_time=time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                self.metrics.record(self.step, **values, step_time=seconds)
+                self._watch.step_done(seconds)
                 if self._due():
                     line = self._read_metrics()
                     stopped = self.execution.any(stop.requested)
                     self._save_if_due(stopped)
                     validation_loss = self._evaluate_if_due(stopped)
+                    self._name_slow_ranks()
                 if stopped:
                     break
                 began = time.perf_counter()
@@ -233,9 +241,17 @@ class Trainer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            self.failed_at = time.time()
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self.failed_at = time.time()
+        verdict = self._watch.explain(error)
+        try:
+            self.close()
+        except Exception as later:  # of groups or files that the first error has left unusable
+            log.warning("closing after an error: %s", later)
+        if verdict is not None:
+            raise verdict from error
 
     # --------------------------------------------------------------------------------------------------- set-up
 
@@ -278,6 +294,8 @@ class Trainer:
         apply_environment(target.backend.collectives, world)
         store = connect(world, parallel.agreement_timeout)
         agreement.agree(store, world, self.plan.contract, parallel.agreement_timeout)
+        self._resources.callback(self._watch.close)
+        self._watch.start(store)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)
@@ -381,6 +399,14 @@ class Trainer:
         lines = self.metrics.flush(self.execution.sum)
         self.progress.update(lines[-1])
         return lines[-1]
+
+    def _name_slow_ranks(self) -> None:
+        for slow in self._watch.interval_done():
+            self.metrics.event("slow_rank", **slow)
+            self.progress.print(
+                f"slow rank at step {slow['step']}: rank {slow['rank']} takes {slow['seconds']} s for its part of a "
+                f"step, {slow['ratio']} times the median"
+            )
 
     def _evaluate_if_due(self, stopped: bool) -> float | None:
         if stopped or not self._evaluation_due():
