@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -140,27 +140,27 @@ def _failed(error: ChildFailedError) -> int:
     """Print the failure that came first, and return its code; the others mostly follow from it."""
     if all(f.exitcode == STOPPED_EXIT_CODE for f in error.failures.values()):
         return STOPPED_EXIT_CODE
-    reports = {rank: _read_report(Path(failure.error_file)) for rank, failure in error.failures.items()}
+    reports = {rank: _read_report(failure) for rank, failure in error.failures.items()}
     # A rank that left no report died without a word, which the others' reports are about.
     rank = min(reports, key=lambda r: reports[r].get("failed_at", 0.0))
     failure = error.failures[rank]
-    message = reports[rank].get("message") or _died(failure.exitcode) + _as_others_saw(rank, Path(failure.error_file))
+    message = reports[rank].get("message") or _died(failure.exitcode) + _as_others_saw(rank, reports)
     typer.echo(f"error: rank {rank}: {message}", err=True)
     return failure.exitcode if failure.exitcode > 0 else 1
 
 
-def _as_others_saw(rank: int, error_file: Path) -> str:
-    """Where the others last saw a rank that left no report; each rank's file lies in a folder of its own."""
-    for report in map(_read_report, error_file.parent.parent.glob(f"*/{error_file.name}")):
-        if seen := report.get("last_seen", {}).get(str(rank)):
-            return f"; last seen {seen}"
+def _as_others_saw(rank: int, reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """What the others said of a rank that left no report."""
+    for other, report in reports.items():
+        if str(rank) in report.get("last_seen", {}):
+            return f"; rank {other} said:\n{report['message']}"
     return ""
 
 
-def _read_report(path: Path) -> dict[str, Any]:
+def _read_report(failure: Any) -> dict[str, Any]:
     """What a rank of ours wrote about its end (``accelbridge.cli.train``); empty where it could not."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return report if isinstance(report.get("failed_at"), float) else {}

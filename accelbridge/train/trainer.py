@@ -136,7 +136,8 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train up to ``config.train.steps`` updates, or until SIGTERM; leave a checkpoint behind, and close."""
-        with self, StopOnSignal() as stop:
+        # The signal last: an agent that ends the other ranks of a failed one must not keep them from saying why.
+        with StopOnSignal() as stop, self:
             self.setup()
             steps = Prefetcher(self.loader, self.step, self.config.train.steps)
             self._resources.callback(steps.close)
