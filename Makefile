@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim test-xla test-ray parity certify-all install clean
+.PHONY: demo test lint types tests test-sim test-xla test-ray parity faults certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -31,8 +31,12 @@ test-sim: install
 parity: install
 	$(BIN)/python -m tests.parity
 
+# docs/faults.md: what becomes of a run when something goes wrong in it.
+faults: install
+	$(BIN)/python -m tests.faults
+
 # Everything in full.
-certify-all: test test-sim test-xla test-ray parity
+certify-all: test test-sim test-xla test-ray parity faults
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.

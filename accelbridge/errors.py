@@ -9,6 +9,8 @@ may be gone at the next start has another ``exit_code``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class AccelbridgeError(Exception):
     """Base of all errors a user can act upon."""
@@ -38,6 +40,27 @@ class AgreementError(AccelbridgeError):
 
 class CollectiveMismatch(AccelbridgeError):
     """A collective that ranks called differently (shape, dtype, root, reduce op, or order)."""
+
+
+class RunFailed(AccelbridgeError):
+    """The run cannot go on for a reason that this rank did not cause alone; all ranks raise it with the same text.
+
+    ``last_seen`` says where ranks were that give no sign of life any more, by rank.
+    """
+
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h
+
+    def __init__(self, text: str, last_seen: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.last_seen = dict(last_seen or {})
+
+
+class CollectiveTimeout(RunFailed):
+    """A collective that did not finish within ``parallel.timeout``: who had arrived, and what the others did."""
+
+
+class RankFailed(RunFailed):
+    """Another rank of the run has failed, ended, or given no sign of life."""
 
 
 class DataError(AccelbridgeError):

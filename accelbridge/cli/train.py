@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from pathlib import Path
 import typer
 
 from accelbridge.backend import World
-from accelbridge.errors import AccelbridgeError, ConfigError
+from accelbridge.errors import AccelbridgeError, ConfigError, RunFailed
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.last_words import report
 from accelbridge.train.prepare import Prepared, choose_target, prepare
 from accelbridge.train.stop import STOPPED_EXIT_CODE, leave_with_parent
 from accelbridge.train.world import BY_US, launched
@@ -69,16 +71,29 @@ def _as_rank(load: Callable[[], TrainConfig], backend: str | None, resume: str) 
 
         trainer = Trainer(load(), backend=backend, resume=resume)
         result = trainer.fit()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # somebody's sys.exit() in the middle of a run ends the run of all
+        _finish_speaking()
         # Before there is a trainer, the run is none: its folder may be that of another.
         failed_at = (trainer.failed_at if trainer is not None else None) or time.time()
         _report(error, _append_to_log(trainer.prepared) if trainer is not None else None, failed_at)
-        return error.exit_code if isinstance(error, AccelbridgeError) else 1
+        return _exit_code(error)
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell reports it
     if trainer.prepared.world.rank == 0:
         typer.echo(_summary(result.step, result.loss, result.validation_loss, result.output))
     return STOPPED_EXIT_CODE if result.stopped else 0
+
+
+def _finish_speaking() -> None:
+    """An agent ends all ranks once one has ended; what is left to say takes no time."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+        return error.code
+    return error.exit_code if isinstance(error, AccelbridgeError) else 1
 
 
 def _append_to_log(prepared: Prepared) -> Path | None:
@@ -91,17 +106,13 @@ def _append_to_log(prepared: Prepared) -> Path | None:
     return path
 
 
-def _report(error: Exception, log: Path | None, failed_at: float) -> None:
+def _report(error: BaseException, log: Path | None, failed_at: float) -> None:
     """Say what happened, once: through our launcher if it is ours, else on stderr."""
     text = str(error) if isinstance(error, AccelbridgeError) else _crash(error, log)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if BY_US in os.environ and path is not None:
-        Path(path).write_text(json.dumps({"message": text, "failed_at": failed_at}), encoding="utf-8")
-    else:
-        typer.echo(f"error: rank {os.environ.get('RANK', '?')}: {text}" if launched() else f"error: {text}", err=True)
+    report(text, failed_at, error.last_seen if isinstance(error, RunFailed) else None)
 
 
-def _crash(error: Exception, log: Path | None) -> str:
+def _crash(error: BaseException, log: Path | None) -> str:
     """A bug, of ours or of a plugin: all there is to know."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"crashed with {type(error).__name__}; {f'the log is {log}' if log else 'there is no log yet'}\n{trace}"

@@ -16,40 +16,18 @@ them itself. O(size) per rank and call: for debugging, not for production. Point
 from __future__ import annotations
 
 import json
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge.errors import CollectiveMismatch
 from accelbridge.portable.lowerings import Call, flatten
-
-POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
-
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_with_key")
-_STDLIB = sysconfig.get_path("stdlib")
-
-
-def call_site() -> str:
-    """``file:line`` of the innermost frame outside torch, ``accelbridge.portable`` and the standard library
-    (its contextlib stands between a decorated function and its caller)."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        library = file.startswith(_STDLIB) and "site-packages" not in file
-        if not library and not file.startswith(_HIDDEN):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return f"a thread of torch ({threading.current_thread().name})"
-
+from accelbridge.portable.ring import POINT_TO_POINT, call_site
 
 # ----------------------------------------------------------------------------------------------- fingerprints
 

@@ -20,8 +20,9 @@ group is called by whichever it has.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.futures import Future
 from accelbridge.backend import Lowering
 from accelbridge.portable.guard import Guard
 from accelbridge.portable.lowerings import Call, Finish, flatten, lower, select
+from accelbridge.portable.ring import RING, Entry, GroupFacts
 
 MakeInner = Callable[[Any, Any], dist.ProcessGroup]
 """(c10d's ``DistributedBackendOptions``, the user's ``pg_options``) -> a native group."""
@@ -122,23 +124,67 @@ class _Inner:
 # ------------------------------------------------------------------------------------------------------- work
 
 
-class LoweredWork(dist.Work):
+class RecordedWork(dist.Work):
+    """The inner work of a call that is in the ring: as asynchronous as ever, and its waiting is timed."""
+
+    def __init__(self, work: Any, entries: Sequence[Entry]) -> None:
+        super().__init__()
+        self._work, self._entries = work, entries
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        began = time.perf_counter()
+        try:
+            done = self._work.wait(timeout) if timeout else self._work.wait()
+        except BaseException as error:
+            for entry in self._entries:
+                RING.failed(entry, error)
+            raise
+        RING.waited += time.perf_counter() - began
+        for entry in self._entries:
+            entry.done = True
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._work.get_future()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+
+class LoweredWork(RecordedWork):
     """The work of a lowered call: done once the inner work is done and the result has been brought back.
 
     The way back (copy, cast, scale) runs in ``wait``, on the waiting thread and its current stream, exactly
     once. It is local to the process, so works can be waited for in any order.
     """
 
-    def __init__(self, work: Any, finish: Sequence[Finish], outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._work, self._finish, self._outputs = work, finish, outputs
+    def __init__(self, work: Any, entries: Sequence[Entry], finish: Sequence[Finish], outputs: list[Tensor]) -> None:
+        super().__init__(work, entries)
+        self._finish, self._outputs = finish, outputs
         self._lock = threading.RLock()
         self._done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._lock:
             if not self._done:
-                self._work.wait(timeout) if timeout else self._work.wait()
+                super().wait(timeout)
                 with torch.no_grad():
                     for finish in self._finish:
                         finish()
@@ -168,14 +214,6 @@ class LoweredWork(dist.Work):
 
     def is_success(self) -> bool:
         return self._done and self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def source_rank(self) -> int:
-        return self._work._source_rank()
-
-    _source_rank = source_rank
 
 
 # -------------------------------------------------------------------------------------------- the outer group
@@ -234,10 +272,18 @@ def _kind(call: Call) -> tuple[Any, ...] | None:
     return (call.op, call.reduce_op, *(t.dtype for t in tensors))
 
 
+@dataclass
+class _Coalesced:
+    """The calls of a coalescing block: one work does them all."""
+
+    entries: list[Entry] = field(default_factory=list)
+    finish: list[Finish] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
 class InterposedGroup(dist.ProcessGroup):
-    """A process group that hands every call to ``inner`` after the guard has compared it and the lowerings
-    have rewritten it. A call that no lowering touches returns the inner group's own work, as asynchronous as
-    ever."""
+    """A process group that hands every call to ``inner`` after the ring has noted it, the guard has compared it
+    and the lowerings have rewritten it."""
 
     def __init__(self, name: str, request: Any, inner: dist.ProcessGroup, lowerings: Sequence[Lowering], check: bool):
         # The form with a store makes a plain C++ object that Python overrides do not reach.
@@ -248,28 +294,42 @@ class InterposedGroup(dist.ProcessGroup):
         self._rewrites = select(lowerings)
         self._untouched: set[tuple[Any, ...] | None] = set()
         """Kinds of calls that no lowering has anything to say about."""
-        self._coalesced: list[tuple[list[Finish], list[Tensor]]] | None = None
+        self._coalesced: _Coalesced | None = None
         ranks = list(request.global_ranks_in_group) or list(range(request.group_size))
+        self._facts = GroupFacts(self._group_name, ranks)
         store = dist.PrefixStore("guard/", request.store)
         self._guard = Guard(store, request.group_rank, ranks, request.timeout, request.group_id) if check else None
 
     def _run(self, call: Call) -> Any:
         if self._guard is not None:
             self._guard.compare(call)
+        entry = RING.record(self._facts, call)
+        try:
+            work, finish = self._issue(call)
+        except BaseException:
+            entry.done = True  # refused: nobody waits for it
+            raise
+        if self._coalesced is not None:  # runs at the end of the block
+            self._coalesced.entries.append(entry)
+            if finish:
+                self._coalesced.finish.extend(finish)
+                self._coalesced.outputs.extend(flatten(call.outputs))
+            return work
+        entry.issued(work)
+        if not finish:
+            return RecordedWork(work, (entry,))
+        return LoweredWork(work, (entry,), finish, list(flatten(call.outputs)))
+
+    def _issue(self, call: Call) -> tuple[Any, Sequence[Finish]]:
+        """The inner group's work, and what is left to do after it."""
         if not self._rewrites or (kind := _kind(call)) in self._untouched:
-            return self._inner.issue(call)
+            return self._inner.issue(call), ()
         with torch.no_grad():
             plan = lower(call, self._rewrites, self._inner)
         work = self._inner.issue(plan.call)
         if plan.call is call and kind is not None:
             self._untouched.add(kind)
-        if not plan.finish:
-            return work
-        outputs = list(flatten(call.outputs))
-        if self._coalesced is None:
-            return LoweredWork(work, plan.finish, outputs)
-        self._coalesced.append((plan.finish, outputs))
-        return work
+        return work, plan.finish
 
     # ---- collectives, in the order of c10d's ProcessGroup.hpp
 
@@ -357,15 +417,16 @@ class InterposedGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._inner.group._start_coalescing(device)
-        self._coalesced = []
+        self._coalesced = _Coalesced()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        lowered, self._coalesced = self._coalesced or [], None
+        block, self._coalesced = self._coalesced or _Coalesced(), None
         work = self._inner.group._end_coalescing(device)
-        if not lowered:
-            return work
-        finish = [step for steps, _ in lowered for step in steps]
-        return LoweredWork(work, finish, [t for _, outputs in lowered for t in outputs])
+        for entry in block.entries:
+            entry.issued(work)
+        if not block.finish:
+            return RecordedWork(work, block.entries)
+        return LoweredWork(work, block.entries, block.finish, block.outputs)
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # torch after 2.13
 
@@ -379,14 +440,14 @@ class InterposedGroup(dist.ProcessGroup):
     # C++ keeps a group's name and description in its backends, of which this group has none.
 
     def setGroupName(self, name: str) -> None:
-        self._group_name = name
+        self._group_name = self._facts.name = name
         self._inner.group._set_group_name(name)  # pyright: ignore[reportArgumentType]
 
     def getGroupName(self) -> str:
         return self._group_name
 
     def setGroupDesc(self, text: str) -> None:
-        self._group_desc = text
+        self._group_desc = self._facts.label = text
         self._inner.group._set_group_desc(text)
 
     def getGroupDesc(self) -> str:

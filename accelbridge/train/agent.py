@@ -55,7 +55,15 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
     reports = {rank: _read_report(failure) for rank, failure in failures.items()}
     rank = min(reports, key=lambda r: _failed_at(failures[r], reports[r]))
     code = failures[rank].exitcode
-    return Failure(rank, code, reports[rank].get("message") or _died(code))
+    return Failure(rank, code, reports[rank].get("message") or _died(code) + _as_others_saw(rank, reports))
+
+
+def _as_others_saw(rank: int, reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """What the others said of a rank that left no report."""
+    for other, report in reports.items():
+        if str(rank) in report.get("last_seen", {}):
+            return f"; rank {other} said:\n{report['message']}"
+    return ""
 
 
 def _failed_at(failure: ProcessFailure, report: Mapping[str, Any]) -> float:

@@ -69,7 +69,9 @@ class ParallelConfig(Section):
     ep: Degree = 1
     """Expert parallel."""
     timeout: Seconds = 300.0
-    """Seconds that a collective may take."""
+    """Seconds that a collective may take. The error names the ranks that had arrived, and what the others did."""
+    heartbeat_timeout: Seconds = 10.0
+    """Seconds without a sign of life after which a rank that others wait for counts as lost."""
     agreement_timeout: Seconds = 60.0
     """Seconds to wait for every rank to state its plan."""
     check_collectives: bool = False

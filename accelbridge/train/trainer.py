@@ -61,6 +61,7 @@ from accelbridge.train.rounds import meet
 from accelbridge.train.spikes import Spike
 from accelbridge.train.step_times import StepTimes
 from accelbridge.train.stop import Asked, Requests, seconds_left
+from accelbridge.train.watch import Watch
 from accelbridge.train.world import apply_environment, connect, world_from_environment
 
 Batch = Mapping[str, Tensor]
@@ -140,6 +141,9 @@ class Trainer:
         self._loss_scale: LossScale | None = None
         """With compute float16 only."""
         self._resources = ExitStack()
+        parallel = self.config.parallel
+        logs = self.prepared.output / "logs"
+        self._watch = Watch(self.prepared.world, parallel.timeout, parallel.heartbeat_timeout, logs)
         self._ready = self._closed = False
         self.updating = False
         """Whether parameters are being changed: from an update's beginning until its step is counted."""
@@ -151,29 +155,35 @@ class Trainer:
     def fit(self) -> Result:
         """Train up to ``config.train.steps`` updates, or until SIGTERM or a time limit; leave a checkpoint behind, and
         close."""
-        with self, Requests(seconds_left(self.config)) as requests, explained_out_of_memory(self):
+        # The signals outermost: an agent that ends the other ranks of a failed one must not keep them from saying why.
+        with Requests(seconds_left(self.config)) as requests, self, explained_out_of_memory(self):
             self.setup()
             steps = Prefetcher(self.loader, self.position, self.position + self.config.train.steps - self.step)
             self._resources.callback(steps.close)
             line: dict[str, Any] = {}
             validation_loss = None
             asked = Asked()
+            self._watch.begin(self.step + 1)
             self.times.begin()
             for _, microbatches in steps:
                 self.times.lap("data")
                 values = self.train_step(microbatches)
                 self.step += 1
                 self.updating = False
-                self.metrics.record(self.step, **values, **self.times.end())
+                times = self.times.end()
+                self.metrics.record(self.step, **values, **times)
+                self._watch.step_done(times["step_time"])
                 if self._due():
                     line, spike = self._read_metrics()
                     if spike is not None:
                         roll_back(self, spike)
                         steps.restart(self.position, self.position + self.config.train.steps - self.step)
+                        self._watch.begin(self.step + 1)
                         continue
                     asked = self._agree_on(requests)
                     validation_loss = self._evaluate_if_due(asked)
                     self._save_if_due(asked, line, validation_loss)
+                    self._name_slow_ranks()
                 if asked.stop:
                     break
                 self._profiler.after(self.step)
@@ -279,12 +289,20 @@ class Trainer:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            self.failed_at = time.time()
-            if self._ready and (outcome := save_last_step(self, self._ballot, error)):
-                log.warning("%s", outcome)
-                self.progress.print(outcome)
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self.failed_at = time.time()
+        verdict = self._watch.explain(error)
+        if verdict is None and self._ready and (outcome := save_last_step(self, self._ballot, error)):
+            log.warning("%s", outcome)
+            self.progress.print(outcome)
+        try:
+            self.close()
+        except Exception as later:  # of groups or files that the first error has left unusable
+            log.warning("closing after an error: %s", later)
+        if verdict is not None:
+            raise verdict from error
 
     # --------------------------------------------------------------------------------------------------- set-up
 
@@ -337,6 +355,8 @@ class Trainer:
         store, world = meet(connect(world, parallel.agreement_timeout), world, parallel.agreement_timeout)
         agreement.agree(store, world, self.plan.contract, max(deadline - time.monotonic(), 0.1))
         self._ballot = open_ballot(store, world)
+        self._resources.callback(self._watch.close)
+        self._watch.start(store)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)
@@ -467,6 +487,14 @@ class Trainer:
         if save:
             requests.save = False
         return Asked("SIGTERM" if terminated else "time limit" if late else "", save)
+
+    def _name_slow_ranks(self) -> None:
+        for slow in self._watch.interval_done():
+            self.metrics.event("slow_rank", **slow)
+            self.progress.print(
+                f"slow rank at step {slow['step']}: rank {slow['rank']} takes {slow['seconds']} s for its part of a "
+                f"step, {slow['ratio']} times the median"
+            )
 
     def _evaluate_if_due(self, asked: Asked) -> float | None:
         if asked.stop or not self._evaluation_due():

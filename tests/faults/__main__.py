@@ -1,0 +1,30 @@
+"""Play all scenes, or those whose names contain one of the arguments, and write docs/faults.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests import cli
+from tests.faults.measure import play
+from tests.faults.scenes import SCENES
+from tests.faults.table import line, read, write
+
+
+def main() -> int:
+    wanted = sys.argv[1:]
+    scenes = [scene for scene in SCENES if not wanted or any(text in scene.name for text in wanted)]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        store = cli.build_store(Path(folder) / "store")
+        for number, scene in enumerate(scenes):
+            row = line(scene, play(scene, Path(folder) / str(number), store))
+            print(f"{scene.name}: {'; '.join(row['wrong']) or row['outcome']} ({row['seconds']} s)", flush=True)
+            wrong += bool(row["wrong"])
+            write({**read(), scene.name: row})
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
