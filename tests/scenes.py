@@ -100,7 +100,7 @@ def sigterm_saves(folder: Path, store: Path, env: Mapping[str, str] | None = Non
     sections["train"] = sections.get("train", {}) | {"steps": 5000}
     recipe = cli.write_recipe(folder / "long.yaml", store, **{"metrics": {"interval": 2}, **sections})
     output = folder / "run-long"
-    running = cli.start("train", str(recipe), "--nproc", "2", **(env or {}))
+    running = cli.start("train", str(recipe), "--nproc", "2", output=None, **(env or {}))
     cli.wait_for(lambda: (output / "metrics.jsonl").exists() and len(cli.steps_of(output)) > 4, 60, "a few steps")
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=60)

@@ -93,7 +93,7 @@ class Faulty(Trainer):
 
     def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
         if self.leave_out and self.step + 1 == self.at:
-            self.optimizer.step = lambda: None
+            self.optimizer.step = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
         values = super()._update(rate, loss)
         self.optimizer.__dict__.pop("step", None)
         return values

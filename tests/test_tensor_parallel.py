@@ -622,7 +622,7 @@ def moved(folder: Path, name: str, source: str, **parallel: Any) -> str:
         for step in range(trainer.step, 3):
             trainer.train_step(trainer.loader.step(step))
             trainer.step += 1
-        trainer._save_if_due(True)
+        trainer.save()
         trainer.checkpointer.wait()
     if start is None:
         return ""

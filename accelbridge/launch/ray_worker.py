@@ -20,6 +20,7 @@ from ray.train.torch import TorchConfig
 from accelbridge.errors import ConfigError
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.restart import CAUSE
+from accelbridge.train.spikes import Spike
 from accelbridge.train.trainer import Trainer
 
 _REPORT_SECONDS = 5.0
@@ -94,13 +95,13 @@ class _ReportingTrainer(Trainer):
 
     _reported = 0.0
 
-    def _read_metrics(self) -> dict[str, Any]:
-        line = super()._read_metrics()
+    def _read_metrics(self) -> tuple[dict[str, Any], Spike | None]:
+        line, spike = super()._read_metrics()
         # Ray's report waits for all workers, so all have to decide alike.
         if self.execution.any(time.monotonic() - self._reported > _REPORT_SECONDS):
             self._reported = time.monotonic()
             ray.train.report({name: value for name, value in line.items() if isinstance(value, int | float)})
-        return line
+        return line, spike
 
 
 def run(settings: dict[str, Any]) -> None:
