@@ -30,6 +30,20 @@ def test_trainer_and_loop_by_hand_train_the_same(arms, tmp_path):
     assert result["trainer"]["tensor_bytes"]["peak"] > result["trainer"]["tensor_bytes"]["between_steps"] > 0
 
 
+def test_three_ways_to_save(arms, tmp_path):
+    import checkpoint
+
+    found = checkpoint.measure(argparse.Namespace(megabytes=16, turns=1), tmp_path)
+    assert found["bytes"] >= 16 * 2**20
+    assert [arm["name"] for arm in found["arms"]] == ["accelbridge", "dcp.async_save", "torch.save"]
+    for arm in found["arms"]:
+        assert len(arm["stall"]) == len(arm["total"]) == 2
+        assert all(0 < stall <= total for stall, total in zip(arm["stall"], arm["total"], strict=True))
+    text, verdicts = checkpoint.table(found)
+    assert len(text.splitlines()) == 2 + len(found["arms"]) + 1
+    assert set(verdicts) == {arm["name"] for arm in found["arms"]}
+
+
 def test_interval_is_that_of_order_statistics(arms):
     ones = [1.0] * 12
     ratio = arms.Ratio.of([float(i) for i in range(1, 13)], ones)

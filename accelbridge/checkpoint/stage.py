@@ -19,6 +19,8 @@ class Stage:
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
         self._buffers: dict[str, Tensor] = {}
+        self._locked: set[str] = set()
+        """Names of the buffers that are page-locked."""
 
     def copy(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """``state`` in the buffers, complete on return; valid until the next call. A DTensor stays one, of this rank's
@@ -28,7 +30,7 @@ class Stage:
         for name, tensor in state.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             buffer = self._buffer(name, local)
-            waits = local.device.type != "cpu" and buffer.is_pinned()
+            waits = name in self._locked and local.device.type != "cpu"
             buffer.copy_(local, non_blocking=waits)
             if waits:
                 devices.add(local.device)
@@ -45,6 +47,7 @@ class Stage:
             pinned = self._pinned and like.device.type != "cpu" and _pins(like.device)
             known = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = known
+            self._locked = self._locked | {name} if pinned else self._locked - {name}
         return known
 
 
