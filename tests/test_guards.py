@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -93,10 +94,9 @@ class Faulty(Trainer):
 
     def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
         if self.leave_out and self.step + 1 == self.at:
-            self.optimizer.step = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-        values = super()._update(rate, loss)
-        self.optimizer.__dict__.pop("step", None)
-        return values
+            with patch.object(self.optimizer, "step"):
+                return super()._update(rate, loss)
+        return super()._update(rate, loss)
 
 
 def regression(output: Path, *, data: Rows | None = None, kind: type[Trainer] = Faulty, **sections: Any) -> Trainer:
@@ -260,9 +260,9 @@ def test_an_overflow_in_float16_is_the_loss_scales_business(ranks: Any) -> None:
 
 def test_without_the_mask_the_parameters_would_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests see is the guard's doing."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Guards, "mask", lambda self, gradients: torch.zeros((), dtype=torch.bool))
-        patch.setattr(Guards, "_nonfinite", lambda *_: None)
+    with monkeypatch.context() as unguarded:
+        unguarded.setattr(Guards, "mask", lambda self, gradients: torch.zeros((), dtype=torch.bool))
+        unguarded.setattr(Guards, "_nonfinite", lambda *_: None)
         trainer = regression(tmp_path / "unguarded")
         assert isinstance(trainer, Faulty)
         trainer.fault, trainer.rank = "gradient", 0
@@ -274,7 +274,7 @@ def test_without_the_mask_the_parameters_would_be_lost(tmp_path: Path, monkeypat
 def counted_reads() -> Iterator[list[str]]:
     """Where the host reads a tensor's value."""
     reads: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as watched:
         for name in ("item", "tolist", "__bool__", "__float__"):
             original = getattr(Tensor, name)
 
@@ -282,7 +282,7 @@ def counted_reads() -> Iterator[list[str]]:
                 reads.append(_name)
                 return _original(self, *args)
 
-            patch.setattr(Tensor, name, call)
+            watched.setattr(Tensor, name, call)
         yield reads
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from accelbridge import Trainer
+from accelbridge.errors import OutOfMemoryError
 from tests import cli
 from tests.ranks import Rank, run_ranks
 from tests.scenes import FOUR, TWO, Sections, same_bits, sigterm_saves, train_all
 from tests.sim import build
 from tests.sim.backend import BACKENDS, environment, site
+from tests.sim.device import install
 from tests.sim.names import HPU, RENAMED
 
 STEPS = 6
@@ -103,6 +106,29 @@ def test_resume_is_bitwise(backend: str, fitted: Fitted) -> None:
     """Random state of the device included, which no other device has."""
     runs = fitted(backend)
     same_bits(last_checkpoint(runs / "resumed"), last_checkpoint(runs / "ZeRO 3"))
+
+
+def _starved(ctx: Rank, folder: Path, store: Path, backend: str, key: str) -> str:
+    """A run on a device that has no room for activations; its error."""
+    sys.path.insert(0, str(folder / "site"))
+    os.environ |= environment(folder)
+    ctx.launched()
+    trainer = Trainer(cli.recipe(folder / "starved", store, backend={"name": backend}))
+    with trainer:
+        trainer.setup()
+        sim = install(key)
+        with sim.capacity(sim.module.memory_allocated() + 2**18), pytest.raises(OutOfMemoryError) as caught:
+            trainer.fit()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", [HPU, RENAMED])
+def test_out_of_memory_becomes_advice(key: str, tmp_path: Path, store: Path) -> None:
+    build.library()
+    site(tmp_path / "site")
+    (text,) = run_ranks(_starved, 1, tmp_path, store, BACKENDS[key].name, key, timeout=120)
+    for part in ("out of memory. Tried to allocate", "parameters ", "train.microbatch_size 8 -> 4: saves about"):
+        assert part in text
 
 
 def test_sigterm_saves_and_leaves_with_its_own_code(tmp_path: Path, store: Path) -> None:

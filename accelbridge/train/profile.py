@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from accelbridge.train.trainer import Trainer
 
 FOLDER = "profile"
-_COLLECTIVE = ("c10d::", "gloo:", "nccl:", "xccl:", "hccl:")
-"""How torch names what a process group did (torch/csrc/distributed/c10d: ops by their dispatcher name, work by its
-library)."""
+_ISSUED = "c10d::"
+"""How torch names the issuing of a collective (torch/csrc/distributed/c10d/Ops.cpp); its work is named by the library,
+as in ``gloo:all_gather``."""
 
 
 class StepProfiler:
@@ -50,9 +50,14 @@ class StepProfiler:
         self._recording = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         recording.export_chrome_trace(str(self._path))
-        seconds = round(_collective_seconds(recording), 6)
+        seconds = round(_collective_seconds(recording, self._libraries()), 6)
         self._trainer.metrics.event("profile", step=step, path=str(self._path), collective_seconds=seconds)
         self._trainer.progress.print(f"profile: {self._path}")
+
+    def _libraries(self) -> tuple[str, ...]:
+        """Names of the libraries in a fact like ``"gloo"`` or ``"cpu:gloo,acme:acmeccl"``."""
+        parts = self._trainer.prepared.target.backend.process_group.split(",")
+        return tuple(part.rpartition(":")[2] for part in parts)
 
     def _synchronize(self) -> None:
         self._trainer.prepared.target.backend.device.synchronize()
@@ -64,13 +69,12 @@ class StepProfiler:
             self._recording = None
 
 
-def _collective_seconds(recording: profile) -> float:
-    """Host seconds within collectives, of all threads: how long their work was in flight where the library reports it,
-    else how long issuing them took."""
-    by_kind: dict[str, float] = {}
+def _collective_seconds(recording: profile, libraries: tuple[str, ...]) -> float:
+    """Seconds of collectives, of all threads: how long their work was in flight where its library reports it to the
+    profiler, else how long issuing it took."""
+    issued = worked = 0.0
     for event in recording.events() or []:
-        if event.name.startswith(_COLLECTIVE):
-            kind = event.name.partition(":")[0]
-            by_kind[kind] = by_kind.get(kind, 0.0) + event.time_range.elapsed_us() / 1e6
-    work = [seconds for kind, seconds in by_kind.items() if kind != "c10d"]
-    return max(work, default=by_kind.get("c10d", 0.0))
+        seconds = event.time_range.elapsed_us() / 1e6
+        issued += seconds if event.name.startswith(_ISSUED) else 0.0
+        worked += seconds if event.name.partition(":")[0] in libraries else 0.0
+    return worked or issued
