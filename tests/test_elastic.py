@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,11 +16,14 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelbridge.backend import World
 from accelbridge.checkpoint.manifest import complete
+from accelbridge.train.agent import first_failure
 from accelbridge.train.restart import Restart, restart_of, resume_after_restart
 from accelbridge.train.rounds import meet
+from accelbridge.train.world import world_from_environment
 from tests import cli
 from tests.ranks import Rank, run_ranks
 from tests.scenes import same_bits
@@ -153,6 +157,49 @@ def test_a_run_that_stops_on_sigterm_stays_stopped(tmp_path: Path, store: Path) 
     assert running.returncode == 75, out
     assert "restart" not in out
     assert len(complete(output / "checkpoints")) >= 1
+
+
+# ---------------------------------------------------------------------------------------- which failure was first
+
+NOW = int(time.time())
+
+
+@pytest.mark.parametrize(
+    ("ends", "first", "code", "curable"),
+    [
+        # by rank: exit code, seconds after NOW at which its report says it failed (None: no report), and was found
+        ({0: (1, 0.2, 0), 1: (-9, None, 0)}, 1, -9, True),  # killed: the other's report is about that
+        ({0: (1, 0.2, 0), 1: (2, 0.1, 0)}, 1, 2, False),
+        ({0: (-15, None, 1), 1: (1, 0.1, 0)}, 1, 1, True),  # ended by the agent
+        ({0: (1, 0.1, 0), 1: (-9, None, 30)}, 0, 1, True),  # hung, and ended by the agent at last
+        ({0: (75, None, 0), 1: (-15, None, 1)}, 0, 75, False),  # stopped, and on its way out
+        ({0: (75, None, 0), 1: (75, None, 0)}, 0, 75, False),
+        ({0: (-15, None, 0), 1: (-15, None, 0)}, 0, -15, True),
+    ],
+)
+def test_the_first_failure(
+    tmp_path: Path, ends: dict[int, tuple[int, float | None, int]], first: int, code: int, curable: bool
+) -> None:
+    failures = {}
+    for rank, (exit_code, failed_at, found) in ends.items():
+        file = tmp_path / f"{rank}.json"
+        if failed_at is not None:
+            file.write_text(json.dumps({"message": "what it said", "failed_at": NOW + failed_at}))
+        failures[rank] = ProcessFailure(rank, 1000 + rank, exit_code, str(file))
+        if failed_at is None:
+            failures[rank].timestamp = NOW + found
+    found_first = first_failure(failures)
+    assert (found_first.rank, found_first.exit_code, found_first.curable) == (first, code, curable)
+
+
+def test_a_requeued_slurm_job_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_")) or name == "RANK"]:
+        monkeypatch.delenv(name)
+    names = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "MASTER_ADDR": "node0"}
+    for name, value in {**names, "SLURM_RESTART_COUNT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    world = world_from_environment()
+    assert (world.rank, world.size, world.restart) == (1, 2, 3)
 
 
 # ------------------------------------------------------------------------------- what --resume means afterwards

@@ -318,7 +318,9 @@ class Trainer:
             check_unchanged(prepared)
         self._resources.callback(RankLog(prepared.output, world.rank).close)
         if world.restart:
-            log.info("started again by the launcher (restart %d): --resume auto, whatever was asked", world.restart)
+            log.info(
+                "started again by the launcher (restart %d): newest checkpoint, whatever --resume said", world.restart
+            )
         self._agree_and_start()
         self._show_plan()
         self._build()
