@@ -13,6 +13,7 @@ import pytest
 from accelbridge.checkpoint.manifest import complete, read
 from accelbridge.errors import CheckpointError
 from tests import cli
+from tests.test_elastic import ranks_of
 
 pytestmark = pytest.mark.full
 PER_NODE = 2
@@ -36,15 +37,17 @@ trainer.Trainer.train_step = slow
 
 
 class Nodes:
-    """Agents that share a rendezvous. The first hosts it."""
+    """Agents that share a rendezvous, which the first one hosts, and with ``shared`` also its store."""
 
-    def __init__(self, recipe: Path, max_restarts: int = 5) -> None:
+    def __init__(self, recipe: Path, max_restarts: int = 5, nnodes: str = "1:2", shared: bool = False) -> None:
         conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
-        self._command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", f"--nproc-per-node={PER_NODE}"]
+        self._command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PER_NODE}"]
+        self._command += [f"--nnodes={nnodes}"]
         self._command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{cli.free_port()}", "--rdzv-id=elastic"]
         self._command += ["--local-addr=127.0.0.1", f"--rdzv-conf={conf}", f"--max-restarts={max_restarts}"]
         self._command += ["-m", "accelbridge", "train", str(recipe), "--resume", "auto"]
         self._folder = recipe.parent
+        self._environment = {} if shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         (self._folder / "sitecustomize.py").write_text(SLOW)
         self._all: list[subprocess.Popen[str]] = []
 
@@ -53,7 +56,7 @@ class Nodes:
         with (self._folder / f"agent{len(self._all)}.log").open("w") as log:
             agent = subprocess.Popen(
                 self._command,
-                env=cli.environment(PYTHONPATH=path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+                env=cli.environment(PYTHONPATH=path, **self._environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -116,6 +119,23 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path, store: Path) -> None:
     lost_steps = [line["lost_steps"] for line in cli.lines_of(output) if line.get("event") == "restart"]
     assert len(lost_steps) >= 3, nodes.said()
     assert min(lost_steps) == 0, "a node that comes costs nothing: the others save before they make room"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rank_dies_on_one_of_two_nodes(tmp_path: Path, store: Path, shared: bool) -> None:
+    """The agent of the other node may take part in the restart without counting it."""
+    recipe = cli.write_recipe(tmp_path / "rank.yaml", store, **SECTIONS)
+    output = tmp_path / "run-rank"
+    with Nodes(recipe, nnodes="2", shared=shared) as nodes:
+        agents = [nodes.add(), nodes.add()]
+        for agent in agents:
+            at = max((int(path.name.removeprefix("step_")) for path in complete(output / "checkpoints")), default=0)
+            cli.wait_for(lambda at=at: saved_by(output, 2 * PER_NODE, at) > 0, 120, "a checkpoint by all")
+            ranks_of(agent.pid)[max(ranks_of(agent.pid))].kill()
+        at = saved_by(output, 2 * PER_NODE, 0)
+        cli.wait_for(lambda: saved_by(output, 2 * PER_NODE, at + 10) > 0, 120, "a checkpoint after two deaths")
+    steps = cli.steps_of(output)
+    assert sorted(steps) == list(range(1, max(steps) + 1)), "no step is missing"
 
 
 def test_a_layout_that_does_not_adapt_ends_the_run(tmp_path: Path, store: Path) -> None:
