@@ -143,6 +143,6 @@ def _config(manifest: Manifest, dtype: str | None) -> dict[str, Any]:
         "release": __version__,
         "step": manifest.step,
         "metrics": manifest.metrics,
-        "dtype": dtype or manifest.plan.get("recipe", {}).get("precision.params"),
+        "dtype": dtype or manifest.setting("recipe", "precision.params"),
         "model": manifest.model,
     }

@@ -64,6 +64,11 @@ class Manifest:
     format: str = FORMAT
     version: int = VERSION
 
+    def setting(self, section: str, name: str) -> Any:
+        """What the plan has under ``section`` and ``name``; None without it. The plan may be anybody's."""
+        found = self.plan.get(section)
+        return found.get(name) if isinstance(found, dict) else None
+
     @property
     def bytes(self) -> int:
         """Of all files together."""

@@ -159,21 +159,15 @@ _ORDER = ("train.seed", "train.global_batch_size", "train.seq_len", "data.shuffl
 
 def check_same_order(config: TrainConfig, resume: Resume, contract: Mapping[str, Any]) -> None:
     """Refuse to go on where the step of the checkpoint would mean other samples. Raises CheckpointError."""
-    then, now = resume.manifest.plan, contract
-    pairs = {name: (_entry(then, "recipe", name), now["recipe"].get(name)) for name in _ORDER}
-    pairs["the training data"] = (_entry(then, "data", "train"), now["data"].get("train"))
-    changed = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if then and old != new]
+    then = resume.manifest
+    pairs = {name: (then.setting("recipe", name), contract["recipe"].get(name)) for name in _ORDER}
+    pairs["the training data"] = (then.setting("data", "train"), contract["data"].get("train"))
+    changed = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if then.plan and old != new]
     if changed and not config.checkpoint.allow_other_data:
         raise CheckpointError(
             f"--resume {resume.path} asked; it saw its data in another order: {'; '.join(changed)}; samples would be "
             "repeated or left out; set these back, or set checkpoint.allow_other_data: true"
         )
-
-
-def _entry(plan: Mapping[str, Any], section: str, name: str) -> Any:
-    """Of a plan that may be anybody's."""
-    found = plan.get(section)
-    return found.get(name) if isinstance(found, dict) else None
 
 
 def check_unchanged(prepared: Prepared) -> None:

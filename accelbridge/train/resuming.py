@@ -100,5 +100,5 @@ def absent_entries(manifest: Manifest, world_size: int, backend: str) -> tuple[s
     """Prefixes of entries that a checkpoint has not, or has for other ranks or another kind of device; they stay as
     they start."""
     same_ranks = manifest.world_size == world_size and manifest.plan.get("backend") == backend
-    unscaled = manifest.plan.get("recipe", {}).get("precision.compute") != "float16"
+    unscaled = manifest.setting("recipe", "precision.compute") != "float16"
     return (*(() if same_ranks else ("rng.",)), *((PREFIX,) if unscaled else ()))
