@@ -26,6 +26,7 @@ from accelbridge.train.guards_config import SpikeConfig
 from accelbridge.train.spikes import SpikeDetector
 from tests import cli
 from tests.ranks import Rank, run_ranks
+from tests.scenes import TP
 
 BAD_STEP = 7
 STEPS = 12
@@ -256,6 +257,49 @@ def test_an_overflow_in_float16_is_the_loss_scales_business(ranks: Any) -> None:
     lines = cli.lines_of(ranks[0] / "float16 overflow")
     assert [line for line in lines if line.get("event") in ("halted", "skipped_update")] == []
     assert cli.steps_of(ranks[0] / "float16 overflow")[STEPS]["skipped_updates"] == 1
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {**TP, "memory": {"recompute": "selective"}},
+    "ZeRO 2": {"parallel": {"zero": 2}, "memory": {"recompute": "full"}, "model": {"dropout": 0.1}},
+}
+
+
+class Overflowing(Trainer):
+    """The second layer's ``up`` of rank 1 puts out infinity in update 3, as an overflow would."""
+
+    def accumulate(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        up = next(m for name, m in self.model.named_modules() if name.endswith("layers.1.ffn.up"))
+        bad = self.step + 1 == 3 and self.prepared.world.rank == 1
+        hook = up.register_forward_hook(lambda _, __, out: out * math.inf if bad else None)
+        try:
+            return super().accumulate(microbatches)
+        finally:
+            hook.remove()
+
+
+def decoders(ctx: Rank, folder: Path, store: Path) -> dict[str, str]:
+    ctx.launched()
+    found = {}
+    for name, sections in LAYOUTS.items():
+        os.environ["TORCHELASTIC_RUN_ID"] = name
+        recipe = cli.recipe(folder / name, store)
+        for section, values in {"train": {"steps": 5, "microbatch_size": 2}, **sections}.items():
+            recipe.setdefault(section, {}).update(values)
+        found[name] = stopped(Overflowing(recipe))["text"]
+    return found
+
+
+def test_the_module_is_found_in_layouts_that_run_parts_twice_or_in_shares(tmp_path: Path, store: Path) -> None:
+    mine, theirs = run_ranks(decoders, 2, tmp_path, store, timeout=150)
+    assert mine == theirs
+    for name, text in mine.items():
+        assert "step 3: the loss is nan" in text
+        assert "the gradient of embed.weight is not finite (the first of 21" in text, text
+        assert "layers.1.ffn" in text
+        assert "rank 1" in text
+        # What a layer split over tp puts out is the sum of both ranks' shares.
+        assert ("rank 0" in text) == (name == "tp 2"), text
 
 
 def test_without_the_mask_the_parameters_would_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

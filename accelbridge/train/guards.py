@@ -50,8 +50,9 @@ class Guards:
         self.config = config
         self._scaled = scaled
         self._limit = config.max_skips if config.nonfinite == "skip" else 0
-        # Copied from the host, of one element: on a lazy device the first step then is the same graph as the others.
-        self._in_a_row = torch.zeros(1, dtype=torch.float32).to(device)
+        # Of one dimension and made on the device, before set-up cuts the graph: on a lazy device the first step then is
+        # the same graph as the others.
+        self._in_a_row = torch.zeros(1, dtype=torch.float32, device=device)
         """Steps in a row that were masked. Above the limit it never goes back."""
         self._read_in_a_row = 0
         """The same, as of the last line that was read."""
