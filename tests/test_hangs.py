@@ -126,8 +126,8 @@ def test_a_pause_within_the_limit_is_none(tmp_path: Path, store: Path) -> None:
 def call(**changes: Any) -> dict[str, Any]:
     base = {
         "group": "g", "label": "mesh_dp_shard", "ranks": [0, 1, 2], "number": 7, "op": "allreduce", "reduce_op": "SUM",
-        "root": None, "tensors": ["float32[4]"], "step": 3, "site": "model.py:5", "age": 9.0, "state": "pending",
-        "error": None,
+        "root": None, "peer": None, "tensors": ["float32[4]"], "step": 3, "site": "model.py:5", "age": 9.0,
+        "state": "pending", "error": None,
     }  # fmt: skip
     return base | changes
 
@@ -170,6 +170,17 @@ def test_calls_that_do_not_fit_are_named(changes: dict[str, Any], difference: st
 def test_tensors_of_a_gather_may_differ() -> None:
     beats = [waiting(0, op="gather", root=0), waiting(1, op="gather", root=0, tensors=["float32[9]"])]
     assert "all its ranks called it, and it did not finish" in text_of(beats)
+
+
+def test_a_message_that_does_not_come() -> None:
+    asks = {"number": 0, "op": "recv", "reduce_op": "", "peer": 0, "age": 20.0}
+    text = text_of([waiting(0), waiting(1, **asks), waiting(2)])
+    assert "ranks 0, 2 called it, rank 1 did not" in text
+    assert "rank 1 (host1, process 101): in step 3, for 20.0 s in recv float32[4] peer 0" in text
+    text = text_of([beat(0), waiting(1, **asks), beat(2)])
+    assert text.startswith("asked: recv float32[4] peer 0, in group 'mesh_dp_shard'")
+    assert "found: after 20.0 s it did not finish" in text
+    assert "do: see whether the peer makes the call that fits" in text
 
 
 def test_lost_ranks_are_named_with_where_they_were_seen() -> None:

@@ -49,7 +49,7 @@ def test_what_a_call_says_of_itself() -> None:
     assert said.pop("age") < 1
     assert said == {
         "group": "7", "label": "mesh_tp", "ranks": [0, 2], "number": 1, "op": "broadcast", "reduce_op": "", "root": 1,
-        "tensors": ["bfloat16[2, 3]"], "step": 12, "state": "pending", "error": None,
+        "peer": None, "tensors": ["bfloat16[2, 3]"], "step": 12, "state": "pending", "error": None,
     }  # fmt: skip
     assert kept.pending() is newest
     work.done = True

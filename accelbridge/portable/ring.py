@@ -83,10 +83,24 @@ def where(frame: FrameType | None) -> str | None:
 class Entry:
     """One collective that this rank has called."""
 
-    __slots__ = ("_options", "_place", "_tensors", "_work", "began", "done", "error", "group", "number", "op", "step")
+    __slots__ = (
+        "_options",
+        "_peer",
+        "_place",
+        "_tensors",
+        "_work",
+        "began",
+        "done",
+        "error",
+        "group",
+        "number",
+        "op",
+        "step",
+    )
 
     def __init__(self, group: GroupFacts, number: int, step: int, call: Call) -> None:
         self.group, self.number, self.step, self.op, self._options = group, number, step, call.op, call.options
+        self._peer = group.ranks[call.extra[0]] if call.op in ("send", "recv") else None
         given = call.outputs if call.inputs is None else call.inputs
         if isinstance(given, Tensor):
             self._tensors: tuple[Any, ...] = ((given.dtype, given.shape),)
@@ -126,6 +140,7 @@ class Entry:
             "op": self.op,
             "reduce_op": call.reduce_op,
             "root": call.root,
+            "peer": self._peer,
             "tensors": [t if isinstance(t, str) else _shape(*t) for t in self._tensors],
             "step": self.step,
             "site": self._place if isinstance(self._place, str) else "{}:{}".format(*self._place),

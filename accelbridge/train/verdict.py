@@ -110,7 +110,8 @@ def _stuck(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> Mapping[st
     heard = [beat for rank, beat in beats.items() if rank not in silent]
     calls = [beat.call for beat in heard if beat.call is not None and beat.call["state"] == "pending"]
     calls += [entry for beat in heard for entry in beat.ring if entry["state"] != "finished"]
-    return max(calls, key=lambda call: call["age"], default=None)
+    # A message keeps one rank; the collective that the others wait for it in says more.
+    return max(calls, key=lambda call: (call["number"] > 0, call["age"]), default=None)
 
 
 def _lost(
@@ -151,10 +152,12 @@ def _overdue(beats: Mapping[int, Beat], stuck: Mapping[str, Any], timeout_s: flo
     members = [rank for rank in stuck["ranks"] if rank in beats]
     calls = {rank: call for rank in members if (call := _matching(beats[rank], stuck)) is not None}
     here = [rank for rank in members if rank in calls or beats[rank].counts.get(stuck["group"], 0) > stuck["number"]]
-    absent = [rank for rank in members if rank not in here]
+    absent = [rank for rank in members if rank not in here and stuck["number"]]
     unequal = differences(calls)
     if absent:
         found = f"{_ranks(here)} called it, {_ranks(absent)} did not"
+    elif not stuck["number"]:
+        found = "it did not finish"
     elif unequal:
         found = "the ranks called different things: " + "; ".join(unequal)
     else:
@@ -168,7 +171,8 @@ def _overdue(beats: Mapping[int, Beat], stuck: Mapping[str, Any], timeout_s: flo
     elif unequal:
         do = "let every rank of the group make the same calls; parallel.check_collectives stops before the first other"
     else:
-        do = f"see the network between the hosts; if it is merely slow, raise parallel.timeout ({timeout_s:g} s)"
+        do = "see whether the peer makes the call that fits; " if not stuck["number"] else ""
+        do += f"see the network between the hosts; if it is merely slow, raise parallel.timeout ({timeout_s:g} s)"
     found = f"found: after {max(stuck['age'], 0):.1f} s {found}"
     return Verdict("timeout", "\n".join([f"asked: {_call(stuck)}", found, *lines, f"do: {do}"]))
 
@@ -217,7 +221,7 @@ def _step(step: int) -> str:
 
 def _tensors(call: Mapping[str, Any]) -> str:
     parts = [call["op"], call["reduce_op"], ", ".join(call["tensors"])]
-    parts += [f"root {call['root']}"] if call["root"] is not None else []
+    parts += [f"{name} {call[name]}" for name in ("root", "peer") if call[name] is not None]
     return " ".join(part for part in parts if part)
 
 
@@ -238,12 +242,14 @@ def _doing(beat: Beat) -> str:
         return f"in {_step(beat.step)}, for {beat.waits:.1f} s in {_call(beat.call)}"
     threads = "".join(f"; its thread {name} at {place}" for name, place in beat.threads.items())
     if beat.failed is not None:
-        return f"in {_step(beat.step)}, {beat.failed}{threads}"
+        call = beat.call if beat.call is not None and beat.call["state"] == "failed" else None
+        place = f"in {_tensors(call)} at {call['site']}: " if call is not None else ""
+        return f"in {_step(beat.step)}, {place}{beat.failed}{threads}"
     return f"in {_step(beat.step)}, in no collective, at {beat.where or 'code of a library'}{threads}"
 
 
 def _arrival(beat: Beat, call: Mapping[str, Any] | None) -> str:
-    if call is None:
+    if call is None or not call["number"]:
         return _doing(beat)
     state = "waited" if call["state"] != "finished" else "had finished it"
     return f"{state}: {_tensors(call)} at {call['site']}"

@@ -76,7 +76,7 @@ def _logged(scene: Scene, logs: Mapping[int, str]) -> str:
 def _short(text: str) -> str:
     """One line without machine paths, process numbers and stacks."""
     text = re.sub(r"\nTraceback .*?\n(?=\w+(\.\w+)*: )", "\n", text, flags=re.DOTALL)
-    text = re.sub(r"(/[\w.\-+]+)*/([\w.\-+]+)", r"\2", text)
+    text = re.sub(r"(?<!\w)(/[\w.\-+]+)*/([\w.\-+]+)", r"\2", text)
     text = re.sub(r"\(\S+, process \d+\)|\[127\.0\.0\.1\]:\d+", "", text)
     text = re.sub(r"\s+", " ", text).strip()
     return text if len(text) <= _WIDTH else text[:_WIDTH].rstrip() + " ..."
