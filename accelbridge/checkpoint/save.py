@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -105,9 +106,10 @@ class Checkpointer:
             files = {name: entry for part in parts for name, entry in part.items()}
             together(self._group, lambda: self._publish(path, replace(manifest, files=files)))
         except CheckpointError:
-            # All ranks are here or on their way, and none of them writes any more.
-            if self._rank == 0:
-                shutil.rmtree(path, ignore_errors=True)
+            # All ranks are here or on their way, none of them writes any more, and none leaves before it is gone. A
+            # rank that was lost meanwhile is not what went wrong with this save.
+            with contextlib.suppress(RuntimeError):
+                together(self._group, lambda: self._discard(path))
             raise
         if self._rank == 0:
             self._retire()
@@ -121,6 +123,10 @@ class Checkpointer:
             path.mkdir(parents=True)
         except OSError as error:
             raise cannot_write(path, error) from error
+
+    def _discard(self, path: Path) -> None:
+        if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _publish(self, path: Path, manifest: Manifest) -> None:
         if self._rank != 0:
