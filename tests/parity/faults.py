@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accelbridge import Trainer, ops
+from accelbridge.backend import Gradients
 from accelbridge.portable.device import TorchDevice
 from accelbridge.portable.execution import EagerExecution
 from tests.parity.measure import Fault
@@ -41,9 +42,12 @@ def loss_averaged_per_rank() -> Iterator[None]:
 def clipped_by_local_norm() -> Iterator[None]:
     """Every rank clips by the norm of its own shard."""
 
-    def clip(self: EagerExecution, model: nn.Module, max_norm: float | None) -> Tensor:
-        local = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-        norm = torch.stack(torch._foreach_norm(local)).norm()
+    def clip(self: EagerExecution, model: nn.Module, max_norm: float | None, loss: Tensor | None = None) -> Tensor:
+        parameters = [p for p in model.parameters() if isinstance(p.grad, DTensor)]
+        local = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+        norms = torch.stack(torch._foreach_norm(local))
+        norm = norms.norm()
+        self.gradients = Gradients(norm, torch.zeros_like(norm), parameters, norms)
         if max_norm is not None:
             torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ("data", "build", package, store, "--suffix", ".py", "--validation-fraction", "0.1")
     environment.python("-m", "accelbridge", *build, env=env)
     Trainer(recipe(folder, store, "cpu"), backend="cpu").fit()
-    for name in ("whole", "own", "from_cpu"):
+    for name in ("whole", "own", "from_cpu", "guarded"):
         recipe(folder, store, name, tp=2, data=2)
     recipe(folder, store, "cpu_from_xla")
     environment.python(HERE / "worker.py", "train", folder, env=env)
@@ -108,6 +108,13 @@ def test_a_step_is_one_graph(found: dict[str, Any]) -> None:
     assert compiled[1] - compiled[0] == 0  # the first step's graph serves the second
     assert compiled[HALF - 1] == compiled[1]  # reading metrics compiles nothing
     assert compiled[-1] == compiled[HALF]  # nor does a rate of 0
+
+
+def test_an_update_that_is_not_finite_is_masked_in_the_graph(found: dict[str, Any]) -> None:
+    guarded = found["guarded"]
+    assert guarded["error"].startswith("step 3: the loss is nan, arising on rank 0 (run again, rank 0: the loss itself")
+    assert guarded["step"] == 2
+    assert guarded["unchanged"]
 
 
 def test_nothing_of_a_step_falls_back_to_the_host(found: dict[str, Any]) -> None:
