@@ -19,7 +19,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = cli.build_store(Path(folder) / "store")
         for number, scene in enumerate(scenes):
-            row = line(scene, play(scene, Path(folder) / str(number), store))
+            try:
+                outcome = play(scene, Path(folder) / str(number), store)
+            except AssertionError as error:  # the run ended, or did not start, before the fault could be put in
+                print(f"{scene.name}: could not be played: {error}", flush=True)
+                wrong += 1
+                continue
+            row = line(scene, outcome)
             print(f"{scene.name}: {'; '.join(row['wrong']) or row['outcome']} ({row['seconds']} s)", flush=True)
             wrong += bool(row["wrong"])
             write({**read(), scene.name: row})

@@ -34,7 +34,7 @@ class Scene:
     logs: Mapping[int, str] = field(default_factory=dict)
     code: int | None = None
     """Exit code of the launcher; None: that of the outcome."""
-    within: float = 25.0
+    within: float = 30.0
     """Seconds from the fault until every process has ended."""
     size: int = 2
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
