@@ -47,6 +47,8 @@ class Scene:
 
 
 UNAVAILABLE = 69
+STARTING = 90.0
+"""Seconds of scenes whose fault is there before the run starts: Python and torch have to be imported first."""
 SAVES: Mapping[str, Mapping[str, Any]] = {"checkpoint": {"interval": 5}}
 VALIDATES: Mapping[str, Mapping[str, Any]] = {"train": {"eval_interval": 5}}
 CHECKED: Mapping[str, Mapping[str, Any]] = {"parallel": {"check_collectives": True}}
@@ -181,7 +183,9 @@ SCENES: tuple[Scene, ...] = (
     _mismatched("other order", "order", "op: allreduce on rank 0; broadcast on rank 1"),
     # ---- what a run stands on
     Scene("death of the store's host, between steps", UNHARMED, [("model", 1, 6, "end store")], "own store"),
-    Scene("port taken", ERROR, outer="port taken", says="--port .* asked; Address already in use", code=2),
+    Scene(
+        "port taken", ERROR, outer="port taken", says="--port .* asked; Address already in use", code=2, within=STARTING
+    ),
     Scene(
         "disk full while saving, on one rank",
         ERROR,
@@ -191,10 +195,24 @@ SCENES: tuple[Scene, ...] = (
         code=2,
         sections=SAVES,
     ),
-    Scene("output folder cannot be written", ERROR, outer="read-only output", says="Permission denied|not writable"),
+    Scene(
+        "output folder cannot be written",
+        ERROR,
+        outer="read-only output",
+        says="cannot be written",
+        code=2,
+        within=STARTING,
+    ),
     Scene("slow disk on one rank", UNHARMED, [("save", 1, 1, "short sleep")], sections=SAVES),
-    Scene("flipped byte in a checkpoint", ERROR, outer="flipped byte", says="does not match|checksum|damaged", code=2),
-    Scene("missing shard of a checkpoint", ERROR, outer="missing shard", says="missing", code=2),
+    Scene(
+        "flipped byte in a checkpoint",
+        ERROR,
+        outer="flipped byte",
+        says="does not match|checksum|damaged",
+        code=2,
+        within=STARTING,
+    ),
+    Scene("missing shard of a checkpoint", ERROR, outer="missing shard", says="missing", code=2, within=STARTING),
     Scene("clock goes back an hour on one rank", UNHARMED, [("model", 1, 6, "clock back")]),
     # ---- numbers
     Scene(
@@ -215,6 +233,7 @@ SCENES: tuple[Scene, ...] = (
         outer="other recipe",
         says="optimizer.lr: .* on rank 0; .* on rank 1",
         code=2,
+        within=STARTING,
     ),
     # ---- signals to the whole run
     Scene("SIGTERM", STOPPED, outer="SIGTERM", says="SIGTERM: checkpoint at step"),

@@ -24,7 +24,8 @@ the error is there on every rank; a run that goes on has no such time. "What is 
 another rank writes into its log stands beside it, both shortened. A row that did not do what its scene demands says so.
 
 A rank that is stopped, or that holds the interpreter's lock, reacts to nothing; torch's agent gives it 30 s before it
-kills it, which are in the seconds. Seconds grow with what else the machine does.
+kills it, which are in the seconds. Seconds grow with what else the machine does, and
+include the start of Python where the fault is there before the run.
 
 | fault | outcome | exit code | seconds | what is read | in another rank's log | played |
 | --- | --- | --- | --- | --- | --- | --- |
