@@ -135,6 +135,7 @@ def test_what_a_restart_cannot_cure_is_not_retried(tmp_path: Path, store: Path) 
     assert "restart" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_crash_is_retried_as_often_as_allowed(tmp_path: Path, store: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN.format(what="os._exit(7)"))
     recipe = cli.write_recipe(tmp_path / "recipe.yaml", store)
@@ -271,6 +272,7 @@ def test_absent_ranks_do_not_hold_the_others_for_ever() -> None:
 # ----------------------------------------------------------------------------------------------- stock torchrun
 
 
+@pytest.mark.full
 def test_stock_torchrun_restarts_too(tmp_path: Path, store: Path, straight: Path) -> None:
     recipe = cli.write_recipe(tmp_path / "stock.yaml", store, **SECTIONS)
     output = tmp_path / "run-stock"

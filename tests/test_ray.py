@@ -85,6 +85,25 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, store: Path, ray
 
 
 @needs_ray
+def test_what_another_start_cannot_cure_ends_the_job(tmp_path: Path, ray_folder: str) -> None:
+    data = cli.build_store(tmp_path / "source")
+    recipe = cli.write_recipe(tmp_path / "recipe.yaml", data, **{**SECTIONS, "train": {"steps": 100_000}})
+    output = tmp_path / "run-recipe"
+    running = start(ray_folder, str(recipe), "--workers", "2", "--max-failures", "9")
+    try:
+        cli.wait_for(lambda: (output / "checkpoints" / "step_20").exists(), 180, "a checkpoint")
+        data.rename(tmp_path / "gone")
+        workers_of(running.pid)[-1].kill()
+        out, _ = running.communicate(timeout=200)
+    finally:
+        if running.poll() is None:
+            cli.kill_tree(running)
+    assert running.returncode == 2, out
+    (error,) = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert "data.train" in error
+
+
+@needs_ray
 def test_a_cluster_that_is_too_small(tmp_path: Path, store: Path, ray_folder: str) -> None:
     recipe = cli.write_recipe(tmp_path / "recipe.yaml", store)
     running = start(ray_folder, str(recipe), "--workers", "2", "--resource", "CPU=500", "--wait", "1")

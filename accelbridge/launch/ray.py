@@ -54,7 +54,8 @@ def fit(job: RayJob) -> dict[str, Any]:
 
     Raises ConfigError where Ray is missing, or the number of workers or their resources cannot be had, and what the
     recipe's own checks raise, before a worker is started. What ends a worker comes as the worker's own AccelbridgeError
-    if that is what the first one said, else as Ray's ``TrainingFailedError``.
+    if that is what the first one said, else as Ray's ``TrainingFailedError``. Where starting again cannot cure it, the
+    workers are started once more only, to find that it is over.
     """
     _check(job)
     config = TrainConfig.load(job.recipe, job.overrides)
@@ -115,9 +116,8 @@ def _await_resources(cluster_resources: Any, job: RayJob) -> None:
 
 def _train(job: RayJob, output: Path) -> dict[str, Any]:
     import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
     from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
     from accelbridge.launch import ray_worker
 
@@ -144,7 +144,10 @@ def _train(job: RayJob, output: Path) -> dict[str, Any]:
     )
     try:
         trainer.fit()
-        return ray.get(starts.result.remote())
+        result, error = ray.get(starts.outcome.remote())
+        if error is not None:
+            raise error
+        return result
     except TrainingFailedError as error:
         failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
         ours = [failure for failure in failures.values() if isinstance(failure, AccelbridgeError)]

@@ -17,7 +17,7 @@ from ray.train import UserCallback
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig
 
-from accelbridge.errors import ConfigError
+from accelbridge.errors import AccelbridgeError, ConfigError
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.restart import CAUSE
 from accelbridge.train.spikes import Spike
@@ -37,21 +37,24 @@ class Starts:
         self._count = 0
         self._cause = ""
         self._result: dict[str, Any] = {}
+        self._error: AccelbridgeError | None = None
 
-    def begin(self) -> tuple[int, str]:
-        """How many starts there were before this one, and what ended the last."""
+    def begin(self) -> tuple[int, str, bool]:
+        """How many starts there were before this one, what ended the last, and whether this one is in vain."""
         self._count += 1
-        return self._count - 1, self._cause
+        return self._count - 1, self._cause, self._error is not None
 
-    def note(self, cause: str) -> None:
-        self._cause = cause
+    def note(self, cause: str, error: AccelbridgeError | None) -> None:
+        """What ended the workers, and the error among it that a start would meet again."""
+        self._cause, self._error = cause, error
 
     def finish(self, result: dict[str, Any]) -> None:
         self._result = result
 
-    def result(self) -> dict[str, Any]:
-        """What rank 0 handed in at its end. Ray keeps metrics only beside checkpoints that it stores itself (2.60)."""
-        return self._result
+    def outcome(self) -> tuple[dict[str, Any], AccelbridgeError | None]:
+        """What rank 0 handed in at its end, or the error that ended the job. Ray keeps metrics only beside checkpoints
+        that it stores itself (2.60)."""
+        return self._result, self._error
 
 
 class NoteCause(UserCallback):
@@ -66,7 +69,9 @@ class NoteCause(UserCallback):
         rank = min(dead or worker_exceptions)
         first_line = next(iter(str(worker_exceptions[rank]).splitlines()), "")
         text = "died" if dead else f"{type(worker_exceptions[rank]).__name__}: {first_line}"
-        ray.get(self._starts.note.remote(f"rank {rank}: {text}"[:_CAUSE_LENGTH]))
+        ours = [error for error in worker_exceptions.values() if isinstance(error, AccelbridgeError)]
+        lasting = [error for error in ours if error.exit_code == AccelbridgeError.exit_code and not dead]
+        ray.get(self._starts.note.remote(f"rank {rank}: {text}"[:_CAUSE_LENGTH], next(iter(lasting), None)))
 
 
 class _LeaveToTrainer(TorchConfig().backend_cls):
@@ -108,6 +113,8 @@ def run(settings: dict[str, Any]) -> None:
     """Be one rank, from start to end. ``settings`` are those of :mod:`accelbridge.launch.ray`."""
     _enter(settings["folder"])
     restart = _become_rank(settings["starts"])
+    if restart is None:
+        return
     config = TrainConfig.load(Path(settings["recipe"]), settings["overrides"])
     trainer = _ReportingTrainer(config, backend=settings["backend"], resume=settings["resume"])
     result = trainer.fit()
@@ -127,15 +134,18 @@ def _enter(folder: str) -> None:
         ) from error
 
 
-def _become_rank(starts: Any) -> int:
-    """Set what torchrun would set; returns how often the job was started before."""
+def _become_rank(starts: Any) -> int | None:
+    """Set what torchrun would set; returns how often the job was started before, None where this start is in vain."""
     context = ray.train.get_context()
     rank = context.get_world_rank()
     meeting = None
     if rank == 0:
-        count, cause = ray.get(starts.begin.remote())
-        meeting = {"host": ray.util.get_node_ip_address(), "port": _free_port(), "count": count, "cause": cause}
+        count, cause, over = ray.get(starts.begin.remote())
+        host = ray.util.get_node_ip_address()
+        meeting = {"host": host, "port": _free_port(), "count": count, "cause": cause, "over": over}
     meeting = broadcast_from_rank_zero(meeting)
+    if meeting["over"]:
+        return None
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(context.get_world_size()),
