@@ -6,13 +6,16 @@ Keys of a step line, in seconds of this process (rank 0 writes the file):
 - ``time_forward``, ``time_backward``: in all forward (with copying the batch to the device and counting its targets)
   and backward passes of the step. Collectives of the layout are in them where the host waits for each (gloo);
 - ``time_optimizer``: norm, clipping, update, and the end of the step, which launches the graph of a lazy device;
+- ``time_collectives``: of all these, what the host waited for in the works of interposed process groups; 0 where the
+  vendor's groups stay native, or nothing is waited for by the host;
 - ``time_checkpoint``: what a checkpoint stalled the run since the step before, only where there was one. It is not part
   of ``step_time``;
 - ``time_wait``: the step's equal share of what the read at ``metrics.interval`` waited for the device.
 
 On a device that works on its own the host runs ahead: then the first four say when work was queued, their sum is
 small, and ``time_wait`` is what the device was behind. Where the host waits for each operation (the CPU), they say what
-the work took, and ``time_wait`` is near 0. Time within collectives is told by a profile (``metrics.profile``).
+the work took, and ``time_wait`` is near 0. On such a device time within
+collectives is told by a profile (``metrics.profile``).
 """
 
 from __future__ import annotations

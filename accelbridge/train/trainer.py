@@ -171,8 +171,8 @@ class Trainer:
                 self.step += 1
                 self.updating = False
                 times = self.times.end()
-                self.metrics.record(self.step, **values, **times)
-                self._watch.step_done(times["step_time"])
+                waited = self._watch.step_done(times["step_time"])
+                self.metrics.record(self.step, **values, **times, time_collectives=round(waited, 6))
                 if self._due():
                     line, spike = self._read_metrics()
                     if spike is not None:

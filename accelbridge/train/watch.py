@@ -128,11 +128,13 @@ class Watch:
         RING.step = step
         RING.take_waited()
 
-    def step_done(self, seconds: float) -> None:
-        """A step took ``seconds`` on the host, waiting for collectives included."""
+    def step_done(self, seconds: float) -> float:
+        """A step took ``seconds`` on the host, waiting for collectives included; returns the seconds of that."""
         RING.step += 1
-        self._busy += seconds - RING.take_waited()
+        waited = RING.take_waited()
+        self._busy += seconds - waited
         self._steps += 1
+        return waited
 
     def interval_done(self) -> list[dict[str, float | int]]:
         """The metrics have been read, and what followed is done; returns the ranks found slow since
