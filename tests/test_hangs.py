@@ -243,8 +243,9 @@ def apart(ctx: Rank, what: str) -> list[str]:
     seen: list[str] = []
     original: Callable[..., Verdict] = watch.conclude
     watch.conclude = lambda *args: seen.append("judged") or original(*args)
-    watched = Watch(World(ctx.rank, ctx.size, run_id=what), 0.8, 0.8)
-    watched.start(ctx.store())
+    world = World(ctx.rank, ctx.size, run_id=what)
+    watched = Watch(world, 0.8, 0.8)
+    watched.start(ctx.store(), world)
     if what == "one leaves" and ctx.rank == 0:
         watched.close()
     else:
@@ -260,7 +261,7 @@ def test_slowness_of_all_and_an_early_end_are_no_hang(what: str) -> None:
 
 def test_one_process_is_not_watched() -> None:
     alone = Watch(World(), 1.0, 1.0)
-    alone.start(dist.HashStore())
+    alone.start(dist.HashStore(), World())
     alone.begin(1)
     alone.step_done(0.1)
     assert alone.interval_done() == []

@@ -35,6 +35,7 @@ def run(
     if launched():
         _leave_to_launcher({"--nproc": nproc, "--port": port, "--max-restarts": max_restarts})
         return _as_rank(lambda: TrainConfig.load(recipe, overrides), backend, resume)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a request to save waits until somebody can take it
     config = TrainConfig.load(recipe, overrides)
     target = choose_target(config, backend)
     count = target.processes(nproc)

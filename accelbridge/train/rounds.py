@@ -23,7 +23,8 @@ _POLL_SECONDS = 0.02
 
 
 def meet(store: Store, world: World, timeout_s: float) -> tuple[Store, World]:
-    """A view of ``store`` that the ranks of this start have for themselves, and ``world`` with rank 0's restart count.
+    """A view of ``store`` that the ranks of this start have for themselves, and ``world`` with rank 0's restart count
+    and a ``run_id`` of this start.
 
     Raises nothing: where ranks are absent for ``timeout_s`` seconds, or the store is lost, those that are there get
     what they have, and the agreement of the ranks, which comes next, says what is wrong.
@@ -38,7 +39,7 @@ def meet(store: Store, world: World, timeout_s: float) -> tuple[Store, World]:
         name, restart = _convene(board, world, deadline) if world.rank == 0 else _attend(board, world, deadline)
     except RuntimeError:  # what torch raises for a store that is gone, by whatever class
         return store, world
-    return PrefixStore(f"start/{name}", store), replace(world, restart=restart)
+    return PrefixStore(f"start/{name}", store), replace(world, run_id=f"{world.run_id}/{name}", restart=restart)
 
 
 def _convene(board: Store, world: World, deadline: float) -> tuple[str, int]:

@@ -114,7 +114,9 @@ def passing_on_save_requests() -> Iterator[None]:
     def pass_on() -> None:
         while True:
             signal.sigwait({signal.SIGUSR1})
-            for rank in psutil.Process().children():
+            while not (ranks := psutil.Process().children()):
+                time.sleep(0.1)  # before they are started, or between two starts
+            for rank in ranks:  # one that takes it is enough
                 try:
                     rank.send_signal(signal.SIGUSR1)
                 except psutil.NoSuchProcess:

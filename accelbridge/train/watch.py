@@ -102,8 +102,10 @@ class Watch:
         self._wake, self._closed = threading.Event(), threading.Event()
         self._store: dist.Store | None = None
 
-    def start(self, store: dist.Store) -> None:
-        """Begin to watch, on the thread whose stack is to be shown; every rank has agreed to run."""
+    def start(self, store: dist.Store, world: World) -> None:
+        """Begin to watch ``world``, whose ``run_id`` is that of this start of the ranks; every rank has agreed to run.
+        What is shown of this rank is the stack of the thread that calls this."""
+        self._world = world
         RING.clear()
         self._main = threading.get_ident()
         self._store = self._connect(store) if self._world.size > 1 else None
