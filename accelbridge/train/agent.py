@@ -35,6 +35,8 @@ class Failure:
     """As the agent reports it: -N for signal N."""
     message: str
     """What the rank said, else how it died."""
+    seen: str = ""
+    """What another rank said of one that left no report."""
 
     @property
     def curable(self) -> bool:
@@ -55,7 +57,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
     reports = {rank: _read_report(failure) for rank, failure in failures.items()}
     rank = min(reports, key=lambda r: _failed_at(failures[r], reports[r]))
     code = failures[rank].exitcode
-    return Failure(rank, code, reports[rank].get("message") or _died(code) + _as_others_saw(rank, reports))
+    if "message" in reports[rank]:
+        return Failure(rank, code, reports[rank]["message"])
+    return Failure(rank, code, _died(code), _as_others_saw(rank, reports))
 
 
 def _as_others_saw(rank: int, reports: Mapping[int, Mapping[str, Any]]) -> str:

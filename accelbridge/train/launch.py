@@ -143,5 +143,5 @@ def _failed(failures: Mapping[int, ProcessFailure]) -> int:
     """Print the failure that came first, and return its code."""
     first = first_failure(failures)
     if first.exit_code != STOPPED_EXIT_CODE:
-        typer.echo(f"error: {first}", err=True)
+        typer.echo(f"error: {first}{first.seen}", err=True)
     return first.exit_code if first.exit_code > 0 else 1
