@@ -157,7 +157,7 @@ def flags():
 def import_everything():
     names = [m.name for m in pkgutil.walk_packages(accelbridge.__path__, "accelbridge.")]
     for name in names:
-        if not name.endswith("__main__"):
+        if not name.endswith(("__main__", "ray_worker")):  # the latter is imported in a worker of Ray only
             importlib.import_module(name)
     return len(names)
 
