@@ -45,7 +45,7 @@ def roll_back(trainer: Trainer, spike: Spike) -> None:
         abandon(root, manifest.step)
     gathered(None, group)  # nobody saves again before that is done
     trainer.skipped_data += spike.step - manifest.step
-    trainer.step = manifest.step
+    trainer.step = trainer.checkpointer.last_step = manifest.step
     trainer.guards.rewind(trainer.step)
     trainer.metrics.rewind(trainer.step)
     fields = {"spike": spike.step, "loss": spike.loss, "median": spike.median, "limit": spike.limit}

@@ -130,7 +130,7 @@ class Trainer:
         )
         self.plan = self.prepared.plan
         self.step = self.prepared.start_step
-        self.skipped_data = skipped_data(self.prepared.resume.manifest) if self.prepared.resume else 0
+        self.skipped_data = 0
         """Global batches that were skipped before this step, by rollbacks after loss spikes."""
         self.times = StepTimes()
         self._model = model
@@ -407,6 +407,7 @@ class Trainer:
         resume = settle(prepared, group)
         self.prepared = prepared = replace(prepared, resume=resume)
         self.step = prepared.start_step
+        self.skipped_data = skipped_data(resume.manifest) if resume is not None else 0
         self._passed_over = clear_the_way(root, resume, group)
         self._warnings = tell(self._passed_over, resume)
         if resume is not None:
@@ -544,7 +545,8 @@ class Trainer:
         self.updating = True
 
     def _state(self) -> dict[str, Any]:
-        """Model, optimizer, loss scale and this rank's generators, all as tensors. The data position is the step."""
+        """Model, optimizer, loss scale and this rank's generators, all as tensors; step and data position are in the
+        manifest."""
         state = self.execution.state(self.model, self.optimizer)
         if self._loss_scale is not None:
             state |= self._loss_scale.state()  # live tensors: loading fills them in place
