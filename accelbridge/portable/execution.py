@@ -148,9 +148,8 @@ class EagerExecution(Execution):
             model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
             _tie(ties)
             _fill(model, initialise)
-        if (
-            whole and self._layout.dp_replicate > 1
-        ):  # last: what a parameter does with its gradient goes with the object
+        if whole and self._layout.dp_replicate > 1:
+            # Last: hooks stay with the parameters that they were put on.
             sharded.replicas = Replicas(model.parameters(), self._started.get_group("dp_replicate"))
         self._realised[id(model)] = sharded
         return model
