@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.metadata import read_metadata
+from accelbridge.checkpoint.together import gathered
 from accelbridge.errors import CheckpointError
 
 _OPTIONAL = ("rng.", "loss_scale.")
@@ -50,11 +51,7 @@ def damage(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> l
     found = manifests.faults(path, manifest, sorted(manifest.files)[rank::size])
     if manifests.METADATA not in manifest.files and rank == 0:
         found.append(f"{path / manifests.NAME} lists no {manifests.METADATA}")
-    if group is not None:
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, found, group=group)
-        found = [line for part in gathered for line in part]
-    return found
+    return [line for part in gathered(group, found) for line in part]
 
 
 def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:

@@ -28,17 +28,22 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
         value = action()
     except (CheckpointException, Exception) as error:  # DCP's exception derives from BaseException
         fault, raised = describe(error), error
-    outcomes: list[tuple[Any, str | None]] = [(value, fault)]
-    if group is not None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (value, fault), group=group)
-        outcomes = gathered
+    outcomes = gathered(group, (value, fault))
     faults = [(rank, text) for rank, (_, text) in enumerate(outcomes) if text is not None]
     if not faults:
         return [result for result, _ in outcomes]
     if raised is not None and not isinstance(raised, (CheckpointError, OSError, CheckpointException)):
         raise raised
     raise CheckpointError(_joined(faults, len(outcomes))) from raised
+
+
+def gathered(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """``value`` of every rank of ``group``, by rank; None: one process."""
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _joined(faults: list[tuple[int, str]], size: int) -> str:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from accelbridge.checkpoint.together import gathered
 from accelbridge.portable.sharded_adamw import local
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from accelbridge.train.guards import Kept
     from accelbridge.train.trainer import Trainer
 
@@ -91,7 +90,7 @@ def locate(trainer: Trainer, step: int, loss: float, kept: Kept, *, again: bool)
         _run_again(trainer, step) if again else "",
     )
     trainer.checkpointer.wait()  # its thread uses the same group
-    everyone = gathered(mine, trainer.execution.control_group)
+    everyone = gathered(trainer.execution.control_group, mine)
     affected = {name for _, theirs, _ in everyone for name in theirs}
     return Finding(
         loss=loss,
@@ -101,17 +100,6 @@ def locate(trainer: Trainer, step: int, loss: float, kept: Kept, *, again: bool)
         origins={rank: text for rank, (_, _, text) in enumerate(everyone) if text},
         again=again,
     )
-
-
-def gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """``value`` of every rank, in their order; where one process is all there is, its own."""
-    if group is None:
-        return [value]
-    import torch.distributed as dist
-
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def _run_again(trainer: Trainer, step: int) -> str:

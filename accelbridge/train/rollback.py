@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.checkpoint.together import gathered
 from accelbridge.train.guards import give_up
 from accelbridge.train.metrics import ROLLBACK_EVENT
-from accelbridge.train.nonfinite import gathered
 from accelbridge.train.resume import CHECKPOINTS
 from accelbridge.train.spikes import Spike
 
@@ -43,7 +43,7 @@ def roll_back(trainer: Trainer, spike: Spike) -> None:
     trainer._restore(state)
     if trainer.prepared.world.rank == 0:
         abandon(root, manifest.step)
-    gathered(None, group)  # nobody saves again before that is done
+    gathered(group, None)  # nobody saves again before that is done
     trainer.skipped_data += spike.step - manifest.step
     trainer.step = trainer.checkpointer.last_step = manifest.step
     trainer.guards.rewind(trainer.step)
