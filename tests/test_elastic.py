@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelbridge.backend import World
 from accelbridge.checkpoint.manifest import complete
-from accelbridge.train.agent import first_failure
+from accelbridge.launch.agent import first_failure
 from accelbridge.train.restart import Restart, restart_of, resume_after_restart
 from accelbridge.train.rounds import meet
 from accelbridge.train.world import world_from_environment

@@ -19,11 +19,11 @@ from accelbridge import Trainer
 from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.errors import AccelbridgeError, ConfigError, LossSpikeError, NonFiniteError
+from accelbridge.guards.config import SpikeConfig
+from accelbridge.guards.guards import Guards
+from accelbridge.guards.spikes import SpikeDetector
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.guards import Guards
-from accelbridge.train.guards_config import SpikeConfig
-from accelbridge.train.spikes import SpikeDetector
 from tests import cli
 from tests.ranks import Rank, run_ranks
 from tests.scenes import TP

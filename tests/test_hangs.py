@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from accelbridge import Trainer
 from accelbridge.backend import World
-from accelbridge.train import verdict, watch
-from accelbridge.train.skew import IN_A_ROW, Skew
-from accelbridge.train.verdict import DONE, FAILED, Beat, Verdict, conclude, failure
-from accelbridge.train.watch import EVERY_S, Observer, Watch
+from accelbridge.watch import verdict, watch
+from accelbridge.watch.skew import IN_A_ROW, Skew
+from accelbridge.watch.verdict import DONE, FAILED, Beat, Verdict, conclude, failure
+from accelbridge.watch.watch import EVERY_S, Observer, Watch
 from tests import cli
 from tests.ranks import Outcome, Rank, outcomes, run_ranks
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from accelbridge import Trainer
 from accelbridge.cpu.device import CpuDevice
 from accelbridge.errors import ConfigError, OutOfMemoryError
+from accelbridge.memory.advice import Estimates, size_text
+from accelbridge.memory.use import held
 from accelbridge.parallel.layout import Layout
 from accelbridge.portable.device import TorchDevice
-from accelbridge.train.memory_advice import Estimates, size_text
-from accelbridge.train.memory_use import held
 from tests import cli
 from tests.ranks import Rank, outcomes
 

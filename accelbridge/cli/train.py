@@ -43,7 +43,7 @@ def run(
         return _as_rank(lambda: config, backend, resume)
     # What can be known to fail is said here once, not by every rank.
     prepare(config, World(size=count, local_size=count), target=target, resume=resume)
-    from accelbridge.train.launch import launch
+    from accelbridge.launch.local import launch
 
     arguments = ["train", str(recipe), "--resume", resume]
     arguments += ["--backend", backend] if backend else []

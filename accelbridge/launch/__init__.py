@@ -1,1 +1,1 @@
-"""Starting a recipe through schedulers that have an API of their own. Importing this imports none of them."""
+"""Who starts the ranks: torchrun's agent on one host, or Ray. Importing this imports neither."""

@@ -18,9 +18,9 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig
 
 from accelbridge.errors import AccelbridgeError, ConfigError
+from accelbridge.guards.spikes import Spike
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.restart import CAUSE
-from accelbridge.train.spikes import Spike
 from accelbridge.train.trainer import Trainer
 
 _REPORT_SECONDS = 5.0

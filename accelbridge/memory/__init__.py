@@ -1,1 +1,1 @@
-"""What a training step keeps between forward and backward: recomputation, and choosing it by a budget."""
+"""What a training step keeps between forward and backward: recomputation, choosing it by a budget, and advice."""

@@ -15,10 +15,10 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
+from accelbridge.guards.config import GuardsConfig
 from accelbridge.memory.config import RecomputeSetting
 from accelbridge.models.config import ModelConfig
 from accelbridge.train.checkpoint_config import CheckpointConfig, check_schedule
-from accelbridge.train.guards_config import GuardsConfig
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.places import Places
 

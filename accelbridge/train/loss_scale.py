@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from accelbridge.guards.masked_update import masked_step
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.train.config import LossScaleChoice, LossScaleConfig
-from accelbridge.train.masked_update import masked_step
 
 PREFIX = "loss_scale."
 """Names in a checkpoint begin with this."""

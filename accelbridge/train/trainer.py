@@ -33,19 +33,21 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
+from accelbridge.guards.guards import Guards
+from accelbridge.guards.masked_update import masked_step
+from accelbridge.guards.rollback import roll_back
+from accelbridge.guards.spikes import Spike
 from accelbridge.memory import recompute
+from accelbridge.memory.advice import explained_out_of_memory
+from accelbridge.memory.use import MemoryUse
 from accelbridge.models.dropout import name_sites
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.emergency import open_ballot, save_last_step
-from accelbridge.train.guards import Guards
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
 from accelbridge.train.loss_scale import LossScale
-from accelbridge.train.masked_update import masked_step
-from accelbridge.train.memory_advice import explained_out_of_memory
-from accelbridge.train.memory_use import MemoryUse
 from accelbridge.train.metrics import FINISHED_EVENT, PASSED_OVER_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
 from accelbridge.train.prepare import prepare
@@ -56,13 +58,11 @@ from accelbridge.train.restart import EVENT as RESTART_EVENT
 from accelbridge.train.restart import restart_of
 from accelbridge.train.resume import CHECKPOINTS, check_unchanged
 from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
-from accelbridge.train.rollback import roll_back
 from accelbridge.train.rounds import meet
-from accelbridge.train.spikes import Spike
 from accelbridge.train.step_times import StepTimes
 from accelbridge.train.stop import Asked, Requests, seconds_left
-from accelbridge.train.watch import Watch
 from accelbridge.train.world import apply_environment, connect, world_from_environment
+from accelbridge.watch.watch import Watch
 
 Batch = Mapping[str, Tensor]
 

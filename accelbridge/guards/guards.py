@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from accelbridge.backend import Gradients
 from accelbridge.errors import LossSpikeError, NonFiniteError
-from accelbridge.train.guards_config import GuardsConfig
+from accelbridge.guards.config import GuardsConfig
+from accelbridge.guards.nonfinite import Finding, locate
+from accelbridge.guards.spikes import Spike, SpikeDetector
 from accelbridge.train.metrics import HALTED_EVENT
-from accelbridge.train.nonfinite import Finding, locate
-from accelbridge.train.spikes import Spike, SpikeDetector
 
 if TYPE_CHECKING:
     from accelbridge.train.trainer import Trainer

@@ -4,7 +4,7 @@ Twice a second each rank says in the CPU store where it is: its step, its oldest
 its main thread is at. The lowest rank that is alive reads all of it, the others only that one's and a verdict: the
 store's traffic is O(N). A verdict is due when a collective has been pending for longer than ``parallel.timeout``, when
 one has failed, or when a rank that others wait for gives no sign of life; then every rank adds its ring of collectives,
-and the text is made of all of them (:mod:`accelbridge.train.verdict`). A rank that fails by itself puts up its reason
+and the text is made of all of them (:mod:`accelbridge.watch.verdict`). A rank that fails by itself puts up its reason
 at once. A main thread that does not come back with the verdict, stuck in a library or in a loop, is ended from here.
 
 What is slow on all ranks alike (compiling, evaluating, saving, reading data) is no hang: nobody waits for anybody.
@@ -34,8 +34,8 @@ from accelbridge.errors import RankFailed, RunFailed
 from accelbridge.portable.ring import RING, brief, where
 from accelbridge.train.last_words import report
 from accelbridge.train.logs import log
-from accelbridge.train.skew import Skew
-from accelbridge.train.verdict import DONE, FAILED, RUNNING, Beat, Verdict, conclude, failure
+from accelbridge.watch.skew import Skew
+from accelbridge.watch.verdict import DONE, FAILED, RUNNING, Beat, Verdict, conclude, failure
 
 EVERY_S = 0.5
 """Between two beats."""

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from accelbridge.train.guards_config import SpikeConfig
+from accelbridge.guards.config import SpikeConfig
 
 _SIGMAS_PER_MAD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution: 1 / Phi^-1(3/4)."""

@@ -16,10 +16,10 @@ from accelbridge.checkpoint import manifest as manifests
 from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.together import gathered
-from accelbridge.train.guards import give_up
+from accelbridge.guards.guards import give_up
+from accelbridge.guards.spikes import Spike
 from accelbridge.train.metrics import ROLLBACK_EVENT
 from accelbridge.train.resume import CHECKPOINTS
-from accelbridge.train.spikes import Spike
 
 if TYPE_CHECKING:
     from accelbridge.train.trainer import Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median_low
 
-from accelbridge.train.verdict import Beat
+from accelbridge.watch.verdict import Beat
 
 RATIO = 1.5
 """Busy time of a slow rank over that of the median rank; of two ranks, the faster is the median."""

@@ -1,6 +1,6 @@
 """Why a run cannot go on, in words: from what the ranks say of themselves to one text that all of them fail with.
 
-Pure functions on data, free of torch. :mod:`accelbridge.train.watch` collects the data and spreads the text.
+Pure functions on data, free of torch. :mod:`accelbridge.watch.watch` collects the data and spreads the text.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ import torch
 from accelbridge.errors import AccelbridgeError, ConfigError, OutOfMemoryError
 from accelbridge.memory.budget import Activations, measure
 from accelbridge.memory.choice import DEFAULT, Recompute
+from accelbridge.memory.use import held
 from accelbridge.models.shapes import DECODER_SPEC, decoder_shapes
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import check_data_parallel
 from accelbridge.train.check import check_tensor_parallel
-from accelbridge.train.memory_use import held
 from accelbridge.train.prepare import Prepared
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
-from accelbridge.train.agent import Agent, first_failure
+from accelbridge.launch.agent import Agent, first_failure
 from accelbridge.train.metrics import FINISHED_EVENT, STOPPED_EVENT, last_event
 from accelbridge.train.stop import STOPPED_EXIT_CODE, passing_on_save_requests
 from accelbridge.train.world import BY_US, apply_environment

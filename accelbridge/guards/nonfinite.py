@@ -21,7 +21,7 @@ from accelbridge.checkpoint.together import gathered
 from accelbridge.portable.sharded_adamw import local
 
 if TYPE_CHECKING:
-    from accelbridge.train.guards import Kept
+    from accelbridge.guards.guards import Kept
     from accelbridge.train.trainer import Trainer
 
 Flags = list[tuple[str, Tensor]]

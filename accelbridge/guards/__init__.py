@@ -1,0 +1,1 @@
+"""What a run does about values that are not finite and losses that leap."""
