@@ -9,7 +9,7 @@ with one device:
     norm       global gradient norm at steps 1, 6, 11 and 16, each from the reference's weights (teacher-forced)
     gradient   every tensor's gradient at those steps, ||ours - reference|| / ||reference||, the largest; a tensor
                smaller than a thousandth of the whole gradient is what is left of terms that cancel, and is compared
-               with that thousandth
+               with that thousandth; one that differs by more than its bound is also held to the envelope
     free norm  norms of the 20 free-running steps, as a multiple of the envelope
     weights    every tensor after 20 steps, as a multiple of the envelope
     same       resumed at step 10 on the same layout: losses and all state bitwise equal to the unbroken run

@@ -13,9 +13,10 @@ from accelbridge import Trainer
 from accelbridge.models.config import ModelConfig
 from accelbridge.models.decoder import Decoder
 from tests import cli
-from tests.parity.measure import Run, Tensors, relative, whole
-from tests.parity.rows import MODEL, STEPS, Row
+from tests.parity.measure import Run, Tensors, checkpoint, gradients_of, relative, whole, whole_norm
+from tests.parity.rows import CANCELLED, FORCED, MODEL, STEPS, Row
 from tests.ranks import Rank
+from tests.scenes import tensors
 
 FLOOR = 2.0**-22
 """Relative: an envelope of less than that is the last bit of a float32."""
@@ -58,32 +59,38 @@ def _reordered(name: str, tensor: Tensor, orders: Mapping[str, Tensor]) -> Tenso
 
 @dataclass(frozen=True)
 class Envelope:
-    """Largest relative deviations that the order of sums alone makes: of the norm up to each step, of tensors."""
+    """Largest relative deviations that the order of sums alone makes: of the norm up to each step, of tensors, and of
+    the gradients of each teacher-forced step."""
 
     norms: Mapping[int, float]
     weights: Mapping[str, float]
+    gradients: Mapping[int, Mapping[str, float]]
 
 
 def permuted_runs(
     ctx: Rank, folder: Path, store: Path, references: Sequence[Row], count: int = PERMUTATIONS
 ) -> dict[str, list[Run]]:
-    """One device, with everything in other orders, the rows of a batch as well: runs by the reference's name."""
+    """One device, with everything in other orders, the rows of a batch as well: runs by the reference's name. The
+    references have been measured in ``folder``."""
     return {
         row.name: [
-            _permuted_run(row, seed, folder / f"{row.name}, permuted {seed}", store) for seed in range(PERMUTATIONS)
+            _permuted_run(row, seed, folder / row.name, folder / f"{row.name}, permuted {seed}", store)
+            for seed in range(count)
         ]
         for row in references
     }
 
 
-def _permuted_run(row: Row, seed: int, output: Path, store: Path) -> Run:
+def _permuted_run(row: Row, seed: int, reference: Path, output: Path, store: Path) -> Run:
     settings = {**MODEL, **row.sections.get("model", {})}
     # Masks are drawn by the place of a residual dimension, which has to stay.
     axes = ("heads", "ffn") if "dropout" in settings else ("heads", "ffn", "dim")
     model = Decoder(ModelConfig.model_validate(settings))
     recipe = cli.recipe(output, store)
     model.reset_parameters(recipe["train"]["seed"])
-    model.load_state_dict(permuted(model.state_dict(), seed, axes))
+    states = {0: model.state_dict()} | {step: _weights(checkpoint(reference, step)) for step in FORCED if step}
+    states = {step: permuted(state, seed, axes) for step, state in states.items()}
+    model.load_state_dict(states[0])
     del recipe["model"]
     with Trainer(recipe, model=model) as trainer:
         trainer.setup()
@@ -92,7 +99,19 @@ def _permuted_run(row: Row, seed: int, output: Path, store: Path) -> Run:
             trainer.step = step
             norms[step + 1] = float(trainer.train_step(_shuffled(trainer.loader.step(step), seed))["grad_norm"])
         weights = permuted({n: whole(p) for n, p in trainer.model.named_parameters()}, seed, axes, back=True)
-    return Run({}, norms, {f"model.{n}": t for n, t in weights.items()})
+        forced = {}
+        for step, state in states.items():
+            trainer.model.load_state_dict(state)
+            trainer.step = step
+            _, found = gradients_of(trainer, _shuffled(trainer.loader.step(step), seed))
+            forced[step] = permuted(found, seed, axes, back=True)
+    return Run({}, norms, {f"model.{n}": t for n, t in weights.items()}, forced_gradients=forced)
+
+
+def _weights(path: Path) -> Tensors:
+    """The model's part of a checkpoint, by the model's own names."""
+    prefix = "model."
+    return {name.removeprefix(prefix): t for name, t in tensors(path).items() if name.startswith(prefix)}
 
 
 def _shuffled(microbatches: list[Tensors], seed: int) -> list[Tensors]:
@@ -115,4 +134,12 @@ def _envelope(reference: Run, others: Sequence[Run]) -> Envelope:
         name: max(FLOOR, *(relative(other.weights[name], tensor) for other in others))
         for name, tensor in reference.weights.items()
     }
-    return Envelope(norms, weights)
+    forced = {
+        step: {
+            name: max(FLOOR, *(relative(other.forced_gradients[step][name], tensor, floor) for other in others))
+            for name, tensor in found.items()
+        }
+        for step, found in reference.forced_gradients.items()
+        for floor in [CANCELLED * whole_norm(found)]
+    }
+    return Envelope(norms, weights, forced)

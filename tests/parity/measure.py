@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,11 +71,11 @@ def measure(row: Row, folder: Path, store: Path, previous: str, fault: Fault = n
                 for step in FORCED:
                     run.forced_norms[step], run.forced_gradients[step] = _forced(trainer, folder / row.reference, step)
         if "same" in row.parts:
-            _fit(row, resumed, store, resume=_checkpoint(own, SAVED))
+            _fit(row, resumed, store, resume=checkpoint(own, SAVED))
             run.same = _difference(resumed, own)
         if "moved" in row.parts and previous:
             moved = folder / f"{row.name}, moved"
-            _fit(row, moved, store, resume=_checkpoint(folder / previous, SAVED))
+            _fit(row, moved, store, resume=checkpoint(folder / previous, SAVED))
             run.moved_from, run.moved_losses = previous, _trajectory(moved)[0]
     return run
 
@@ -106,16 +107,21 @@ def _fit(row: Row, output: Path, store: Path, resume: str | Path = "none") -> No
 
 
 def _forced(trainer: Trainer, reference: Path, step: int) -> tuple[float, Tensors]:
-    """Norm and gradients (as the optimizer meets them, clipped) of one step from the reference's state."""
+    """Norm and gradients of one step from the reference's state."""
     if step:
         state = {name: t for name, t in trainer._state().items() if not name.startswith("rng.")}
-        load(_checkpoint(reference, step), state, trainer.execution.control_group)
+        load(checkpoint(reference, step), state, trainer.execution.control_group)
         trainer._restore(state)
     trainer.step = step
-    gradients: Tensors = {}
-    with _before(trainer.optimizer, lambda: gradients.update(_gradients(trainer.model))):
-        values = trainer.train_step(trainer.loader.step(step))
-    return float(values["grad_norm"]), gradients
+    return gradients_of(trainer, trainer.loader.step(step))
+
+
+def gradients_of(trainer: Trainer, microbatches: list[Tensors]) -> tuple[float, Tensors]:
+    """Norm and gradients (as the optimizer meets them, clipped) of a step, which is done."""
+    found: Tensors = {}
+    with _before(trainer.optimizer, lambda: found.update(_gradients(trainer.model))):
+        values = trainer.train_step(microbatches)
+    return float(values["grad_norm"]), found
 
 
 @contextmanager
@@ -143,17 +149,22 @@ def relative(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     return float((a - b).norm() / b.norm().clamp(min=max(floor, torch.finfo(torch.float64).tiny)))
 
 
+def whole_norm(gradients: Tensors) -> float:
+    """The 2-norm of all gradients together."""
+    return math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in gradients.values()))
+
+
 def _trajectory(output: Path) -> tuple[dict[int, float], dict[int, float]]:
     steps = cli.steps_of(output)
     return {s: line["loss"] for s, line in steps.items()}, {s: line["grad_norm"] for s, line in steps.items()}
 
 
-def _checkpoint(output: Path, step: int) -> Path:
+def checkpoint(output: Path, step: int) -> Path:
     return next(path for path in complete(output / "checkpoints") if path.name == f"step_{step}")
 
 
 def _weights(output: Path) -> Tensors:
-    return {name: t for name, t in tensors(_checkpoint(output, STEPS)).items() if name.startswith("model.")}
+    return {name: t for name, t in tensors(checkpoint(output, STEPS)).items() if name.startswith("model.")}
 
 
 def _difference(ours: Path, theirs: Path) -> str:
@@ -161,7 +172,7 @@ def _difference(ours: Path, theirs: Path) -> str:
     losses, expected = _trajectory(ours)[0], _trajectory(theirs)[0]
     if wrong := [step for step, loss in losses.items() if loss != expected[step]]:
         return f"loss of step {wrong[0]}"
-    a, b = tensors(_checkpoint(ours, STEPS)), tensors(_checkpoint(theirs, STEPS))
+    a, b = tensors(checkpoint(ours, STEPS)), tensors(checkpoint(theirs, STEPS))
     return next((name for name in b if name not in a or not torch.equal(a[name], b[name])), "")
 
 

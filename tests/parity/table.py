@@ -54,7 +54,9 @@ What every layout does to the numbers of one training run. Made by `make parity`
 measures a part of it anew. What the cells are and how they are measured: `tests/parity/__init__.py`.
 
 Bounds: loss and moved {LOSS:g} ({SPMD_LOSS:g} under spmd), norm and gradient {GRADIENT:g}, free norm and weights
-{ENVELOPE:g} times the envelope of permuted reduction orders. A cell in bold is outside its bound; "-" is not measured.
+{ENVELOPE:g} times the envelope of permuted reduction orders on one device. A gradient of more than its bound has in
+parentheses how many such envelopes it is: it is within its bound up to {ENVELOPE:g}, since then the order of sums alone
+makes as much. A cell in bold is outside its bound; "-" is not measured.
 
 | row | loss | norm | gradient | free norm | weights | same | moved | evidence |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -73,6 +75,8 @@ def _shown(line: Line) -> list[str]:
     def figure(name: str, form: str) -> str:
         value = getattr(cells, name)
         text = "-" if value is None else format(value, form)
+        if name == "gradient" and cells.rounding is not None:
+            text += f" ({cells.rounding:.1f})"
         return f"**{text}**" if name in outside else text
 
     same = "-" if cells.same is None else f"**{cells.same}**" if cells.same else "bitwise"
