@@ -470,6 +470,13 @@ class Execution(ABC):
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all data-parallel replicas; stays on the device."""
 
+    def read_sums(self, shares: Sequence[Tensor]) -> list[float]:
+        """:meth:`sum` of each of ``shares``, scalars, on the host: one reduction, for which the host waits. To be
+        overridden where stacking them would be another graph to compile."""
+        import torch
+
+        return self.sum(torch.stack(list(shares))).tolist()
+
     @abstractmethod
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Waits for all of them, so it belongs between steps."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,15 +106,15 @@ def _save(trainer: Trainer) -> None:
     trainer.checkpointer.wait()  # its group is ours from here on
     group, tp = trainer.execution.control_group, trainer.prepared.layout.tp
 
-    def total(losses: Tensor) -> Tensor:
+    def read_sums(shares: Sequence[Tensor]) -> list[float]:
         """Over the replicas, each of which ``tp`` ranks state."""
         if group is None:
-            return trainer.execution.sum(losses)
-        losses = losses.cpu()
+            return trainer.execution.read_sums(shares)
+        losses = torch.stack(list(shares)).cpu()
         dist.all_reduce(losses, group=group)
-        return losses / tp
+        return (losses / tp).tolist()
 
-    lines = trainer.metrics.flush(total)
+    lines = trainer.metrics.flush(read_sums)
     trainer.save("an error", loss=lines[-1]["loss"] if lines else None)
     trainer.checkpointer.wait()
 

@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import count
@@ -127,10 +127,10 @@ class Metrics:
         """Whether to flush after ``step``: at each multiple of the interval, and at the run's last step."""
         return step % self._interval == 0 or step >= self._facts.total_steps
 
-    def flush(self, total: Callable[[Tensor], Tensor] | None = None) -> list[dict[str, Any]]:
+    def flush(self, read_sums: Callable[[Sequence[Tensor]], list[float]] | None = None) -> list[dict[str, Any]]:
         """Wait for the device, write one line per pending step and return these lines, oldest first.
 
-        ``total`` adds the losses of a tensor [steps] up over all replicas, where each rank has recorded its share:
+        ``read_sums`` adds the losses of all steps up over the replicas, where each rank has recorded its share:
         one reduction for the whole interval, in which every rank has to take part.
 
         In what is returned, values that aren't finite are ordinary floats (the texts are only in the file).
@@ -145,10 +145,8 @@ class Metrics:
         if not pending:
             return []
         began = time.perf_counter()
-        if total is not None:
-            import torch
-
-            losses = total(torch.stack([line["loss"] for line in pending])).tolist()
+        if read_sums is not None:
+            losses = read_sums([line["loss"] for line in pending])
             pending = [{**line, "loss": loss} for line, loss in zip(pending, losses, strict=True)]
         lines = [{name: _read(value) for name, value in line.items()} for line in pending]
         waited = time.perf_counter() - began

@@ -475,7 +475,7 @@ class Trainer:
     def _read_metrics(self) -> tuple[dict[str, Any], Spike | None]:
         """Read the pending values. Returns the newest line, and the loss spike because of which to go back to a
         checkpoint, if there is one."""
-        lines = self.metrics.flush(self.execution.sum)
+        lines = self.metrics.flush(self.execution.read_sums)
         self.progress.update(lines[-1])
         spike = self.guards.look(self, lines)
         if (use := self.memory_use.grown(self)) is not None:
