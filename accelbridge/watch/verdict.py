@@ -31,7 +31,7 @@ class Beat:
     step: int = 0
     """Number of the step being done; 0: none yet."""
     where: str | None = None
-    """``file:line in function()`` of the main thread, libraries left out."""
+    """``file:line in function()`` of the main thread, libraries left out; None: nobody has looked."""
     threads: Mapping[str, str] = field(default_factory=dict)
     """The same of other threads of ours that are at work, by name."""
     call: Mapping[str, Any] | None = None
@@ -245,7 +245,8 @@ def _doing(beat: Beat) -> str:
         call = beat.call if beat.call is not None and beat.call["state"] == "failed" else None
         place = f"in {_tensors(call)} at {call['site']}: " if call is not None else ""
         return f"in {_step(beat.step)}, {place}{beat.failed}{threads}"
-    return f"in {_step(beat.step)}, in no collective, at {beat.where or 'code of a library'}{threads}"
+    place = f", at {beat.where}" if beat.where else ""
+    return f"in {_step(beat.step)}, in no collective{place}{threads}"
 
 
 def _arrival(beat: Beat, call: Mapping[str, Any] | None) -> str:
