@@ -56,7 +56,7 @@ from accelbridge.train.progress import make_progress
 from accelbridge.train.provided import packed, provided
 from accelbridge.train.restart import EVENT as RESTART_EVENT
 from accelbridge.train.restart import restart_of
-from accelbridge.train.resume import CHECKPOINTS, check_unchanged
+from accelbridge.train.resume import CHECKPOINTS, Resume, check_unchanged
 from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
 from accelbridge.train.rounds import meet
 from accelbridge.train.step_times import StepTimes
@@ -130,7 +130,7 @@ class Trainer:
         )
         self.plan = self.prepared.plan
         self.step = self.prepared.start_step
-        self.skipped_data = 0
+        self.skipped_data = _skipped_before(self.prepared.resume)
         """Global batches that were skipped before this step, by rollbacks after loss spikes."""
         self.times = StepTimes()
         self._model = model
@@ -407,7 +407,7 @@ class Trainer:
         resume = settle(prepared, group)
         self.prepared = prepared = replace(prepared, resume=resume)
         self.step = prepared.start_step
-        self.skipped_data = skipped_data(resume.manifest) if resume is not None else 0
+        self.skipped_data = _skipped_before(resume)
         self._passed_over = clear_the_way(root, resume, group)
         self._warnings = tell(self._passed_over, resume)
         if resume is not None:
@@ -561,3 +561,7 @@ class Trainer:
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
+
+
+def _skipped_before(resume: Resume | None) -> int:
+    return skipped_data(resume.manifest) if resume is not None else 0
