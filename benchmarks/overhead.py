@@ -23,6 +23,7 @@ from arms import (
     end_on_sigterm,
     greatest_difference,
     head,
+    joined,
     machine,
     memory_ratios,
     quiet_ratio,
@@ -45,34 +46,29 @@ COMPARED = 20
 
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One size: turns, memory and losses of both. Raises AssertionError where the losses differ."""
-    steps = total_steps(options.turns, options.steps, options.warmup, options.profile_steps)
-    case = make_case(folder / name, SIZES[name], steps)
-    with (
-        Arm("trainer", "ours.py", case, sys.executable) as ours,
-        Arm("bare", "bare_loop.py", case, sys.executable) as bare,
-    ):
-        for arm in (ours, bare):
-            arm.turn(options.warmup, keep=False)
-        take_turns((ours, bare), options.turns, options.steps)
-        for arm in (ours, bare):
-            arm.memory()
-        if options.profile:
-            for arm in (ours, bare):
-                arm.tell(f"profile {options.profile_steps} {options.profile / f'{name}-{arm.name}'}")
-                arm.hear()
-        losses = {arm.name: arm.losses() for arm in (ours, bare)}
-    assert len(losses["bare"]) == steps, f"{len(losses['bare'])} losses of {steps} steps"
-    difference = greatest_difference(losses["trainer"][:COMPARED], losses["bare"][:COMPARED])
-    assert difference <= SAME, f"{name}: losses differ by {difference:.1e}, so this compares different things"
+    turns = options.turns // options.pairs
+    steps = total_steps(turns, options.steps, options.warmup, options.profile_steps)
+    pairs, differences, last_loss = [], [], 0.0
+    for number in range(options.pairs):
+        case = make_case(folder / f"{name}-{number}", SIZES[name], steps)
+        ours, bare, losses = _pair(name, case, turns, options)
+        assert len(losses["bare"]) == steps, f"{len(losses['bare'])} losses of {steps} steps"
+        difference = greatest_difference(losses["trainer"][:COMPARED], losses["bare"][:COMPARED])
+        assert difference <= SAME, f"{name}: losses differ by {difference:.1e}, so this compares different things"
+        differences.append((difference, greatest_difference(losses["trainer"], losses["bare"])))
+        pairs.append((ours, bare))
+        last_loss = losses["bare"][-1]
+    ours, bare = map(joined, zip(*pairs, strict=True))
+    difference, drift = map(max, zip(*differences, strict=True))
     memory = memory_ratios(ours, bare)
     return {
         "size": name,
         "steps": steps,
         "greatest_loss_difference": {
             f"first {COMPARED} steps": difference,
-            "all steps": greatest_difference(losses["trainer"], losses["bare"]),
+            f"all {steps} steps": drift,
         },
-        "last_loss": losses["bare"][-1],
+        "last_loss": last_loss,
         "cpu_ratio": cpu_ratio(ours, bare).judged(TARGET),
         "cpu_ratio_of_quiet_steps": quiet_ratio(ours, bare),
         "wall_ratio": asdict(wall_ratio(ours, bare)),
@@ -91,6 +87,24 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
             costs(bare)["cpu_ms_per_quiet_step"],
         ),
     }
+
+
+def _pair(name: str, case: dict[str, Any], turns: int, options: argparse.Namespace) -> tuple[Arm, Arm, dict[str, Any]]:
+    """Both sides in new processes, which take ``turns`` turns each; what was measured, and all losses."""
+    with (
+        Arm("trainer", "ours.py", case, sys.executable) as ours,
+        Arm("bare", "bare_loop.py", case, sys.executable) as bare,
+    ):
+        for arm in (ours, bare):
+            arm.turn(options.warmup, keep=False)
+        take_turns((ours, bare), turns, options.steps)
+        for arm in (ours, bare):
+            arm.memory()
+        if options.profile:
+            for arm in (ours, bare):
+                arm.tell(f"profile {options.profile_steps} {options.profile / f'{name}-{arm.name}'}")
+                arm.hear()
+        return ours, bare, {arm.name: arm.losses() for arm in (ours, bare)}
 
 
 def _verdict(memory: Mapping[str, float]) -> str:
@@ -130,7 +144,8 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s; load before: {facts['load_average_1_min_before']}")
     if options.out:
         date = time.strftime("%Y-%m-%d")
-        title = f"Trainer over a loop by hand, {date}; {options.turns} turns of {options.steps} steps each"
+        how = f"{options.turns} turns of {options.steps} steps, in {options.pairs} pairs of new processes"
+        title = f"Trainer over a loop by hand, {date}; {how}"
         result = {"date": date, "machine": facts, "sizes": sizes}
         write(options.out, f"overhead-{date}", result, title, table, facts)
 
@@ -138,7 +153,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="demo,larger", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--turns", type=int, default=12, help="turns of each side")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each side in all")
+    parser.add_argument("--pairs", type=int, default=4, help="how often both sides start anew in that time")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the first turn")
     parser.add_argument("--out", type=Path, help=f"folder for the results, for example {HERE.name}/results")

@@ -23,7 +23,7 @@ def arms(monkeypatch):
 def test_trainer_and_loop_by_hand_train_the_same(arms, tmp_path):
     import overhead
 
-    options = argparse.Namespace(turns=1, steps=3, warmup=2, profile=None, profile_steps=0)
+    options = argparse.Namespace(turns=1, pairs=1, steps=3, warmup=2, profile=None, profile_steps=0)
     result = overhead.measure("tiny", tmp_path, options)  # raises where a loss of the two differs
     assert result["steps"] == 7
     assert result["last_loss"] > 0
