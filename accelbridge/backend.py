@@ -280,6 +280,11 @@ class Device(ABC):
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`rng_state` returned."""
 
+    def launches(self) -> int | None:
+        """Kernels that this process has launched on the bound device so far, of which only differences are used: the
+        conformance suite's proof that the device, and not the host in its place, did the work. None: cannot tell."""
+        return None
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that memory of this device, or of the host, is used up."""
         return isinstance(error, MemoryError)

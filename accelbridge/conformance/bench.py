@@ -1,0 +1,277 @@
+"""What a test is given: the backend, data, and the only ways to say that something is right.
+
+A failed check is noted and the test goes on, so that ranks stay in step; what a check is handed is first fetched from
+the device, where it must lie. Checks are counted: a test without one, or whose references are all constant, proves
+nothing (MISTRUSTED).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Backend, Capabilities, Request, World
+from accelbridge.conformance import checks, falsify
+from accelbridge.conformance.checks import Verdict
+from accelbridge.conformance.oracle import data
+from accelbridge.conformance.registry import Case
+from accelbridge.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_UNEQUAL = object()
+
+
+class Abandoned(Exception):
+    """The test cannot go on; what is wrong has been noted."""
+
+
+class NotSupported(Exception):
+    """A cell that this test may do without is declared absent."""
+
+
+class TooSmall(Exception):
+    """Too few devices or too little memory for this test."""
+
+
+@dataclass
+class Findings:
+    """What the checks of one test found on one rank."""
+
+    comparisons: int = 0
+    vacuous: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """(code, message) of each check that failed, in order."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The worst value of each metric: name, value, limit, tier, worst_index."""
+    fetched: int = 0
+    """Tensors that came from the device of the backend."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Facts that were probed, by capability or fact name: what INF-007 compares with the claims."""
+
+
+@dataclass
+class Bench:
+    """One test on one rank."""
+
+    case: Case
+    backend: Backend
+    capabilities: Capabilities
+    world: World
+    device: torch.device
+    folder: Path
+    """A new folder that all ranks of this test see."""
+    seed: int
+    store: dist.Store | None = None
+    """A store that all ranks of this test see, with keys of its own; None on one rank."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the backend, as they were given."""
+    falsification: str = ""
+    found: Findings = field(default_factory=Findings)
+
+    # ------------------------------------------------------------------------------------------------- data
+
+    def _name(self, name: str) -> str:
+        return f"{self.case.id}/{name}"
+
+    def normal(self, *shape: int, name: str = "x", dtype: torch.dtype = torch.float32) -> Tensor:
+        """Host tensor, standard normal. Other ``name``, other values; the same on every rank."""
+        return data.normal(self.seed, self._name(name), shape).to(dtype)
+
+    def uniform(self, *shape: int, name: str = "x", dtype: torch.dtype = torch.float32) -> Tensor:
+        """Host tensor in [0, 1): all-positive data shows what cancels elsewhere."""
+        return data.uniform(self.seed, self._name(name), shape).to(dtype)
+
+    def wide(self, *shape: int, name: str = "x", dtype: torch.dtype = torch.float32) -> Tensor:
+        """Host tensor, normal with exponents over 2^-12 .. 2^12."""
+        return data.wide(self.seed, self._name(name), shape).to(dtype)
+
+    def integers(
+        self, *shape: int, low: int = -3, high: int = 3, name: str = "x", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Host tensor of integers in [low, high]."""
+        return data.integers(self.seed, self._name(name), shape, low, high).to(dtype)
+
+    def sparse(
+        self, *shape: int, largest: int = 3, density: float = 0.1, name: str = "x", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Host tensor of integers in [-largest, largest], all but a share of ``density`` of them 0."""
+        return data.sparse_integers(self.seed, self._name(name), shape, largest, density).to(dtype)
+
+    # ------------------------------------------------------------------------------------------ the backend
+
+    def put(self, x: Tensor) -> Tensor:
+        """``x`` on the device, as torch moves it (tests of the offload interface move it themselves)."""
+        return x.to(self.device, copy=True)
+
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call code of the vendor: an exception is the backend's failure (RAISED) and ends the test."""
+        try:
+            return call(*args, **kwargs)
+        except (Abandoned, NotSupported, TooSmall):
+            raise
+        except Exception as error:
+            self.fail(
+                "RAISED", f"{getattr(call, '__qualname__', call)} raised {type(error).__name__}: {_first_line(error)}"
+            )
+            raise Abandoned from error
+
+    def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
+        """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
+        bind any of them, so each must be right. ``interface`` is the method of the backend's own interface, where the
+        op has one."""
+        found: list[tuple[str, Callable[..., Any]]] = []
+        interface = getattr(self.backend, request.op, None)
+        if callable(method := getattr(interface, request.op, None)):
+            found.append(("interface", method))
+        for candidate in self.backend.implementations():
+            if candidate.op == request.op and self.run(candidate.supports, request):
+                found.append((candidate.name, self.run(candidate.load)))
+        return found
+
+    def supported(self, op: str, dtype: str, variant: str = "") -> bool:
+        """Whether the backend states that it does this; for choosing what a test tries, never for skipping it."""
+        return bool(self.capabilities.support(op, dtype, variant))
+
+    def require(self, op: str, dtype: str, variant: str = "") -> None:
+        """End the test as NOT_SUPPORTED where the cell is declared absent and the test may do without it; where it may
+        not, an absent cell is a failure (CAPABILITY)."""
+        support = self.capabilities.support(op, dtype, variant)
+        if support:
+            return
+        if (op, dtype, variant) in self.case.optional:
+            raise NotSupported(f"{op} {dtype} {variant}: {support.reason}".strip())
+        self.fail("CAPABILITY", f"{op} {dtype} {variant} is mandatory here and declared unsupported: {support.reason}")
+        raise Abandoned
+
+    # ----------------------------------------------------------------------------------------------- checks
+
+    def equal(self, got: Tensor, want: Tensor, code: str = "EXACT", name: str = "") -> None:
+        """The same shape, dtype and bits as the host tensor ``want``."""
+        self._judge(checks.equal(self.fetch(got), want), code, name)
+
+    def within(self, got: Tensor, want: Tensor, bound: Tensor | float, code: str = "BOUND", name: str = "") -> None:
+        """|got - want| <= bound for every element, in float64."""
+        limit = bound if isinstance(bound, Tensor) else torch.tensor(bound, dtype=torch.float64)
+        self._judge(checks.within(self.fetch(got), want, limit), code, name)
+
+    def sqnr(
+        self, got: Tensor, want: Tensor, floor_db: float, code: str = "SQNR", name: str = "", rows: bool = True
+    ) -> None:
+        """SQNR of ``got`` against ``want``, as a whole and (``rows``) in every row, at least ``floor_db``."""
+        self._judge(checks.sqnr(self.fetch(got), want, floor_db, rows), code, name)
+
+    def at_most(self, value: float, limit: float, name: str, code: str = "LIMIT") -> None:
+        """value <= limit."""
+        self._judge(checks.at_most(math.nan if self.falsification else value, limit, name), code, name)
+
+    def at_least(self, value: float, limit: float, name: str, code: str = "LIMIT") -> None:
+        """value >= limit."""
+        self._judge(checks.at_least(math.nan if self.falsification else value, limit, name), code, name)
+
+    def same(self, got: object, want: object, name: str, code: str = "VALUE") -> None:
+        """Two plain values (numbers, texts, tuples of them) of the same type are equal."""
+        self._judge(checks.same(_UNEQUAL if self.falsification else got, want, name), code, name)
+
+    def raises(
+        self,
+        expected: type[BaseException] | tuple[type[BaseException], ...],
+        call: Callable[..., Any],
+        *args: Any,
+        code: str = "ERROR",
+        says: str = "",
+        **kwargs: Any,
+    ) -> BaseException | None:
+        """``call`` raises one of ``expected``, with ``says`` in its message (in any case). Returns the error."""
+        wanted = expected if isinstance(expected, tuple) else (expected,)
+        error: BaseException | None = None
+        try:
+            call(*args, **kwargs)
+        except Exception as raised:
+            error = raised
+        seen = None if self.falsification else error
+        good = isinstance(seen, wanted) and says.lower() in str(seen).lower()
+        text = f"{type(seen).__name__}: {_first_line(seen)}" if seen is not None else "no error"
+        names = " or ".join(kind.__name__ for kind in wanted)
+        message = "" if good else f"{names}{f' saying {says!r}' if says else ''} expected, found {text}"
+        self._judge(Verdict(good, "error", float(not good), 0.0, 1, message), code, "")
+        return error
+
+    def fail(self, code: str, message: str) -> None:
+        """Note a failure that no comparison found."""
+        self.found.failures.append((code, message))
+
+    def note(self, fact: str, value: object) -> None:
+        """Record a fact that was probed, for the report."""
+        self.found.notes[fact] = value
+
+    @contextmanager
+    def must_not_raise(self) -> Iterator[None]:
+        """As :meth:`run`, for a block."""
+        try:
+            yield
+        except (Abandoned, NotSupported, TooSmall):
+            raise
+        except Exception as error:
+            self.fail("RAISED", f"raised {type(error).__name__}: {_first_line(error)}")
+            raise Abandoned from error
+
+    def fetch(self, got: Tensor) -> Tensor:
+        """A host copy of what the backend produced, which must be a plain tensor on the backend's device."""
+        if not isinstance(got, Tensor):
+            self.fail("TYPE", f"a tensor expected, found {type(got).__name__}")
+            raise Abandoned
+        if got.device.type != self.device.type:
+            self.fail("DEVICE", f"the result lies on {got.device}, not on {self.device}")
+        else:
+            self.found.fetched += 1
+        host = got.detach().to("cpu", copy=True)
+        return falsify.corrupt(host, self.falsification) if self.falsification else host
+
+    def _judge(self, verdict: Verdict, code: str, name: str) -> None:
+        self.found.comparisons += max(1, verdict.compared)
+        self.found.vacuous += verdict.compared if verdict.vacuous else 0
+        label = name or self.case.id
+        if not verdict.good:
+            self.fail(code, f"{label}: {verdict.message}" if name else verdict.message)
+        self._keep(f"{code} {label}" if name else code, verdict)
+
+    def _keep(self, label: str, verdict: Verdict) -> None:
+        """Keep the verdict that is nearest to its limit, or furthest over it."""
+        margin = _margin(verdict)
+        kept = self.found.metrics.get(label)
+        if kept is None or margin > kept["margin"]:
+            self.found.metrics[label] = {
+                "name": label,
+                "metric": verdict.metric,
+                "value": verdict.value,
+                "limit": verdict.limit,
+                "margin": margin,
+                "worst_index": list(verdict.worst),
+            }
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """Whether ``error`` is the typed refusal of something declared absent."""
+    return isinstance(error, (Unsupported, NotImplementedError))
+
+
+def _margin(verdict: Verdict) -> float:
+    """How much of what is allowed was used: 0 nothing, 1 all of it, above 1 too much."""
+    if not verdict.good:
+        return math.inf
+    if verdict.metric.startswith("SQNR"):  # each 6 dB is a factor of 2
+        return 0.0 if math.isinf(verdict.value) else 2.0 ** ((verdict.limit - verdict.value) / 6.02)
+    return abs(verdict.value / verdict.limit) if verdict.limit else 0.0
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).splitlines() or [""])[0][:300]

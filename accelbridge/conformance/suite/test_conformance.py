@@ -1,0 +1,1 @@
+"""Placeholder for pytest; filled in with the command line."""

@@ -1,0 +1,195 @@
+"""One rank of the suite: a process that takes tests as lines of JSON and answers each with one.
+
+What a plugin prints goes to the rank's log; the answers have a pipe of their own. A process that dies, or says nothing
+in time, is an outcome too: the parent's (``pool.py``).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accelbridge.backend import Backend, World
+from accelbridge.conformance.status import Status
+
+
+def main() -> None:
+    """``worker.py SETTINGS``: a JSON object with what :func:`accelbridge.conformance.pool.Pool` puts there."""
+    faulthandler.enable()
+    settings = json.loads(sys.argv[1])
+    replies = os.fdopen(settings["replies"], "w", buffering=1)
+    try:
+        rank = _Rank(settings)
+    except BaseException as error:
+        traceback.print_exc()
+        _say(replies, {"ready": False, "error": f"{type(error).__name__}: {error}"})
+        raise
+    _say(replies, {"ready": True, "chip": rank.capabilities.chip.name, "device": str(rank.device)})
+    for line in sys.stdin:
+        _say(replies, rank.answer(json.loads(line)))
+    os._exit(0)  # a group that has failed can block or abort while it is torn down
+
+
+def _say(pipe: Any, message: Mapping[str, Any]) -> None:
+    pipe.write(json.dumps(message, default=str) + "\n")
+
+
+class _Rank:
+    """The backend of this process and the tests that it runs."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from accelbridge.plugins import choose, instantiate
+
+        self.settings = settings
+        size, rank = settings["world"], settings["rank"]
+        self.world = World(rank=rank, size=size, local_rank=rank, local_size=size, run_id=settings["run_id"])
+        if settings["mutant"]:
+            from accelbridge.conformance.mutants import apply
+
+            apply(settings["mutant"])
+        selection = choose(settings["backend"])
+        self.backend: Backend = instantiate(selection, settings["options"])
+        for name, value in self.backend.collectives.environment(self.world).items():
+            os.environ.setdefault(name, value)
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        probe = selection.probe
+        chip = probe.devices[rank % len(probe.devices)].chip if probe.devices else "unknown"
+        self.capabilities = self.backend.capabilities(chip, probe.software)
+        self.device = self.backend.device.bind(self.world)
+        self.store: Any = self._connect() if size > 1 else None
+        from accelbridge.conformance.registry import cases
+
+        self.cases = cases()
+
+    def _connect(self) -> Any:
+        import torch.distributed as dist
+
+        port = self.settings["port_file"]
+        limit = timedelta(seconds=300)
+        if self.world.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, self.world.size, True, limit, wait_for_workers=False)
+            Path(f"{port}.new").write_text(str(store.port))
+            os.replace(f"{port}.new", port)
+            return store
+        import time
+
+        deadline = time.monotonic() + 300
+        while not Path(port).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("rank 0 opened no store")
+            time.sleep(0.02)
+        return dist.TCPStore("127.0.0.1", int(Path(port).read_text()), self.world.size, False, limit)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one test and say what became of it."""
+        from accelbridge.conformance.bench import Bench
+
+        folder = Path(self.settings["folder"]) / request["token"]
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(
+            case=self.cases[request["id"]],
+            backend=self.backend,
+            capabilities=self.capabilities,
+            world=self.world,
+            device=self.device,
+            folder=folder,
+            seed=request["seed"],
+            options=dict(self.settings["options"]),
+            falsification=request["falsification"],
+        )
+        launched = self.backend.device.launches()
+        status, code, message = self._run(bench, request["token"])
+        if self.world.rank == 0 and status != Status.FAIL:
+            shutil.rmtree(folder, ignore_errors=True)
+        found = bench.found
+        return {
+            "token": request["token"],
+            "rank": self.world.rank,
+            "status": status,
+            "code": code,
+            "message": message,
+            "comparisons": found.comparisons,
+            "metrics": list(found.metrics.values()),
+            "on_device": _proof(self.device.type, found.fetched, launched, self.backend.device.launches()),
+            "notes": found.notes,
+        }
+
+    def _run(self, bench: Any, token: str) -> tuple[Status, str, str]:
+        from accelbridge.conformance import bench as b
+
+        try:
+            self._execute(bench, token)
+        except b.Abandoned:
+            pass
+        except b.NotSupported as error:
+            return Status.NOT_SUPPORTED, "", str(error)
+        except b.TooSmall as error:
+            return Status.RESOURCE_ERROR, "", str(error)
+        except Exception as error:
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            if not bench.found.failures:  # else what came first counts
+                if _ours(error):
+                    return Status.INTERNAL_ERROR, "", text
+                return Status.FAIL, "RAISED", text
+        found = bench.found
+        if found.failures:
+            code, message = found.failures[0]
+            return Status.FAIL, code, message
+        if not found.comparisons or found.vacuous >= found.comparisons:
+            return Status.MISTRUSTED, "VACUOUS", f"{found.comparisons} comparisons, none of which could have differed"
+        return Status.PASS, "", ""
+
+    def _execute(self, bench: Any, token: str) -> None:
+        """The body, inside a process group of its own where it wants one."""
+        case = bench.case
+        body = case.spmd if callable(case.spmd) and self.backend.execution.model == "spmd" else case.body
+        if self.store is None:
+            body(bench)
+            return
+        import torch.distributed as dist
+
+        bench.store = dist.PrefixStore(f"bench/{token}", self.store)
+        if not case.group:
+            body(bench)
+            return
+        world = World(**{**vars(self.world), "run_id": token})
+        self.backend.collectives.init(self.store, world, timeout_s=min(60.0, case.timeout_s), check=False)
+        try:
+            body(bench)
+        finally:
+            self.backend.collectives.shutdown()
+
+
+def _proof(device_type: str, fetched: int, before: int | None, after: int | None) -> str:
+    """Whether the device did it: results lay there and, where the device counts launches, it launched something. Of
+    host processors the result's place is proof enough: there is nowhere else to run."""
+    if not fetched:
+        return "unproven"
+    if device_type == "cpu" or (before is not None and after is not None and after > before):
+        return "proven"
+    return "unproven"
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether the suite itself raised ``error``: no frame of a backend or of the library below the last of ours."""
+    own = str(Path(__file__).parent)
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = max((i for i, name in enumerate(frames) if name.startswith(own) and "mutants" not in name), default=-1)
+    return last == len(frames) - 1 or all(
+        "/torch/" in name or "site-packages/numpy" in name for name in frames[last + 1 :]
+    )
+
+
+if __name__ == "__main__":
+    main()
