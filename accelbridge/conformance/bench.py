@@ -54,6 +54,10 @@ class Findings:
     """The worst value of each metric: name, value, limit, tier, worst_index."""
     fetched: int = 0
     """Tensors that came from the device of the backend."""
+    cells: set[tuple[str, str, str]] = field(default_factory=set)
+    """Cells of the capability table that the test exercised."""
+    emulated: bool = False
+    """Whether one of them, or what the test is about, is emulated on this backend."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts that were probed, by capability or fact name: what INF-007 compares with the claims."""
 
@@ -132,10 +136,16 @@ class Bench:
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):
             found.append(("interface", method))
-        for candidate in self.backend.implementations():
-            if candidate.op == request.op and self.run(candidate.supports, request):
-                found.append((candidate.name, self.run(candidate.load)))
-        return found
+        self.covers(request.op, request.dtype, request.variant)
+        fitting = (c for c in self.backend.implementations() if c.op == request.op and self.run(c.supports, request))
+        return [*found, *((candidate.name, self.run(candidate.load)) for candidate in fitting)]
+
+    def covers(self, op: str, dtype: str, variant: str = "") -> None:
+        """Say that this test shows the cell (op, dtype, variant) to be right; ``candidates`` and ``require`` say so
+        themselves."""
+        self.found.cells.add((op, dtype, variant))
+        if self.capabilities.support(op, dtype, variant).level == "emulated":
+            self.found.emulated = True
 
     def supported(self, op: str, dtype: str, variant: str = "") -> bool:
         """Whether the backend states that it does this; for choosing what a test tries, never for skipping it."""
@@ -146,6 +156,7 @@ class Bench:
         not, an absent cell is a failure (CAPABILITY)."""
         support = self.capabilities.support(op, dtype, variant)
         if support:
+            self.covers(op, dtype, variant)
             return
         if (op, dtype, variant) in self.case.optional:
             raise NotSupported(f"{op} {dtype} {variant}: {support.reason}".strip())

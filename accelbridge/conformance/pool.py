@@ -1,11 +1,12 @@
 """The ranks of one world size as processes: hand them a test, hear what became of it on every rank.
 
-Any rank's failure fails the test, a rank that dies or says nothing is an outcome, and every exit code is read. Ranks are
-kept from test to test while all is well; tests of faults get new ones.
+Any rank's failure fails the test, a rank that dies or says nothing is an outcome, and every exit code is read. Ranks
+are kept from test to test while all is well; tests of faults get new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -51,6 +52,9 @@ class Outcome:
     comparisons: int = 0
     metrics: list[dict[str, Any]] = field(default_factory=list)
     on_device: str = "unproven"
+    emulated: bool = False
+    cells: list[tuple[str, str, str]] = field(default_factory=list)
+    """[op, dtype, variant] of what it exercised."""
     notes: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
@@ -67,6 +71,8 @@ class Pool:
         self._buffers: list[bytes] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._name = ""
+        self._broken = ""
+        """Why these ranks cannot start at all; asked once, or a plugin that hangs would cost every test its time."""
 
     # ------------------------------------------------------------------------------------------- processes
 
@@ -132,16 +138,12 @@ class Pool:
     def close(self) -> None:
         """End the ranks, at once."""
         for process in self._processes:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # gone, and its children with it
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # gone, and its children with it
             process.wait()
             if process.stdin:
-                try:
+                with contextlib.suppress(BrokenPipeError):  # it died with something unread
                     process.stdin.close()
-                except BrokenPipeError:
-                    pass  # it died with something unread
         for pipe in self._pipes:
             os.close(pipe)
         self._processes, self._pipes, self._buffers = [], [], []
@@ -155,21 +157,20 @@ class Pool:
         self, id: str, seed: int, timeout_s: float, *, fresh: bool, exits: bool, falsification: str = ""
     ) -> Outcome:
         """Run one test on all ranks."""
-        if fresh or not self._processes:
-            why = self._start()
-            if why:
-                self.close()
-                # The same code broke while it was loaded: not one test's doing, but this test did not run.
-                return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
+        if not self._broken and (fresh or not self._processes):
+            self._broken = self._start()
+        if self._broken:
+            why = self._broken
+            self.close()
+            # The same code broke while it was loaded: not one test's doing, but this test did not run.
+            return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
         start, token = time.monotonic(), f"{id}-{uuid.uuid4().hex[:8]}"
         request = json.dumps({"id": id, "seed": seed, "token": token, "falsification": falsification}) + "\n"
         for process in self._processes:
             assert process.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
                 process.stdin.write(request)
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died since the last test; heard of below
         answers, late = self._collect(start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)
         outcome.duration_s, outcome.log = time.monotonic() - start, self._name
@@ -229,22 +230,7 @@ class Pool:
     def _merge(
         self, id: str, answers: Mapping[int, dict[str, Any] | None], late: set[int], exits: bool, timeout_s: float
     ) -> Outcome:
-        rows: list[dict[str, Any]] = []
-        for rank in range(self.world):
-            answer = answers.get(rank)
-            if answer is not None:
-                rows.append({**answer, "exit_code": None})
-            elif rank in late:
-                text = f"rank {rank} said nothing for {timeout_s:g} s"
-                rows.append(
-                    {"rank": rank, "status": Status.TIMEOUT, "code": "HANG", "message": text, "exit_code": None}
-                )
-            else:
-                code = self._processes[rank].wait()
-                text = f"rank {rank} ended with {self._ended(rank)}"
-                gone = Status.PASS if exits and rank else Status.CRASH
-                rows.append({"rank": rank, "status": gone, "code": "" if gone == Status.PASS else "DIED", "message": text,
-                             "exit_code": code})  # fmt: skip
+        rows = [self._row(rank, answers.get(rank), rank in late, exits, timeout_s) for rank in range(self.world)]
         failed = [row for row in rows if row["status"] == Status.FAIL]
         # A rank that failed leaves the others waiting for it: theirs is a consequence.
         status = Status.FAIL if failed else merge_ranks(Status(row["status"]) for row in rows)
@@ -264,6 +250,22 @@ class Pool:
             comparisons=sum(answer["comparisons"] for answer in told),
             metrics=list(metrics.values()),
             on_device="proven" if proven else "unproven",
+            emulated=any(answer["emulated"] for answer in told),
+            cells=sorted({tuple(cell) for answer in told for cell in answer["cells"]}),
             notes={k: v for answer in told for k, v in answer["notes"].items()},
             ranks=[{key: row[key] for key in ("rank", "status", "exit_code")} for row in rows],
         )  # fmt: skip
+
+    def _row(
+        self, rank: int, answer: dict[str, Any] | None, late: bool, exits: bool, timeout_s: float
+    ) -> dict[str, Any]:
+        """What became of one rank, whether it answered, was silent or ended."""
+        if answer is not None:
+            return {**answer, "exit_code": None}
+        row: dict[str, Any] = {"rank": rank, "code": "", "exit_code": None}
+        if late:
+            return {**row, "status": Status.TIMEOUT, "code": "HANG", "message": f"no answer in {timeout_s:g} s"}
+        row |= {"exit_code": self._processes[rank].wait(), "message": f"ended with {self._ended(rank)}"}
+        if exits and rank:
+            return {**row, "status": Status.PASS}
+        return {**row, "status": Status.CRASH, "code": "DIED"}

@@ -121,6 +121,8 @@ class _Rank:
             "comparisons": found.comparisons,
             "metrics": list(found.metrics.values()),
             "on_device": _proof(self.device.type, found.fetched, launched, self.backend.device.launches()),
+            "emulated": found.emulated,
+            "cells": sorted(found.cells),
             "notes": found.notes,
         }
 
