@@ -142,6 +142,9 @@ class DeviceInfo:
     index: int
     chip: str
     memory_bytes: int | None = None
+    path: str = ""
+    """Where the operating system shows the device, under /dev or /sys/bus; "" where it doesn't. The conformance suite
+    looks there before it calls anything "hardware"."""
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,14 @@ class Pool:
         self._buffers: list[bytes] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._name = ""
+        self.introduction: dict[str, Any] = {}
+        """What rank 0 said about its backend when it was ready."""
         self._broken = ""
         """Why these ranks cannot start at all; asked once, or a plugin that hangs would cost every test its time."""
 
     # ------------------------------------------------------------------------------------------- processes
 
     def _start(self) -> str:
-        """Start the ranks; returns why they can't be used, or nothing."""
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="accelbridge-conform-", ignore_cleanup_errors=True)
         self._name = f"world{self.world}-{uuid.uuid4().hex[:8]}"
@@ -95,7 +96,15 @@ class Pool:
                 if not message["ready"]:
                     return str(message["error"])
                 waiting.discard(rank)
+                if rank == 0:
+                    self.introduction = message
         return ""
+
+    def start(self) -> str:
+        """Start the ranks now, where they are not running; returns why they can't be used, or nothing."""
+        if not self._broken and not self._processes:
+            self._broken = self._start()
+        return self._broken
 
     def _spawn(self, rank: int, folder: str) -> None:
         receive, send = os.pipe()

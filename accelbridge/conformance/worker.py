@@ -32,7 +32,7 @@ def main() -> None:
         traceback.print_exc()
         _say(replies, {"ready": False, "error": f"{type(error).__name__}: {error}"})
         raise
-    _say(replies, {"ready": True, "chip": rank.capabilities.chip.name, "device": str(rank.device)})
+    _say(replies, {"ready": True, **rank.introduce()})
     for line in sys.stdin:
         _say(replies, rank.answer(json.loads(line)))
     os._exit(0)  # a group that has failed can block or abort while it is torn down
@@ -64,6 +64,7 @@ class _Rank:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         probe = selection.probe
         chip = probe.devices[rank % len(probe.devices)].chip if probe.devices else "unknown"
+        self.selection = selection
         self.capabilities = self.backend.capabilities(chip, probe.software)
         self.device = self.backend.device.bind(self.world)
         self.store: Any = self._connect() if size > 1 else None
@@ -89,6 +90,42 @@ class _Rank:
                 raise TimeoutError("rank 0 opened no store")
             time.sleep(0.02)
         return dist.TCPStore("127.0.0.1", int(Path(port).read_text()), self.world.size, False, limit)
+
+    def introduce(self) -> dict[str, Any]:
+        """What the report says about this process's backend. The parent asks a child, so that no plugin is ever
+        loaded where the report is written."""
+        import torch
+
+        from accelbridge.conformance.evidence import strength
+        from accelbridge.conformance.patched import patched_names
+
+        probe, candidate = self.selection.probe, self.selection.candidate
+        table = self.capabilities.table
+        return {
+            "backend": {
+                "name": self.backend.name,
+                "distribution": candidate.distribution,
+                "version": candidate.version,
+                "api_version": ".".join(map(str, self.backend.api_version)),
+                "accelerator": self.backend.accelerator,
+                "device_type": self.backend.device_type,
+                "execution": self.backend.execution.model,
+                "options": self.settings["options"],
+            },
+            "chip": self.capabilities.chip.name,
+            "devices": [vars(device) for device in probe.devices],
+            "device_count": self.backend.device.count(),
+            "software": dict(probe.software),
+            "facts": dict(probe.facts),
+            "torch": torch.__version__,
+            "cells": [
+                {"op": op, "dtype": dtype, "variant": variant, "level": cell.level, "reason": cell.reason,
+                 "lowering": cell.lowering}
+                for (op, dtype, variant), cell in sorted(table.items())
+            ],
+            "patched": patched_names(),
+            "strength": strength(self.backend, probe),
+        }  # fmt: skip
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Run one test and say what became of it."""
