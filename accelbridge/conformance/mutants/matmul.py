@@ -10,7 +10,7 @@ from accelbridge.conformance.mutants import Patch, mutant
 from accelbridge.portable.matmul import PortableMatmul
 
 
-@mutant("G11", "K=0 leaves garbage", {"MM-007": "EXACT"})
+@mutant("G11", "K=0 leaves garbage", {"MM-007": "EXACT", "MEM-006": "EXACT"})
 def garbage_at_k0(patch: Patch) -> None:
     def matmul(inner: Any, self: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
         out = inner(self, a, b, out_dtype)
