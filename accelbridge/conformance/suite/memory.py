@@ -276,8 +276,8 @@ def _works(t: Bench, name: str) -> None:
 @case("MEM-007", "core")
 def out_of_memory(t: Bench) -> None:
     """An allocation, a product and a transfer of 2^48 bytes or more raise what ``Device.is_out_of_memory`` knows; then
-    memory in use is what it was, and 64 MiB and a product are given as before. Where the chip's memory is known, it is also
-    filled block by block: what fitted before memory ran out fits again once it is given back."""
+    memory in use is what it was, and 64 MiB and a product are given as before. Where the chip's memory is known, it is
+    also filled block by block: what fitted before memory ran out fits again once it is given back."""
     t.same(t.backend.device.is_out_of_memory(RuntimeError("shapes differ")), False, "other errors", code="ERROR")
     _works(t, "before")
     before = allocated(t)
