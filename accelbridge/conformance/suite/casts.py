@@ -48,7 +48,7 @@ def bfloat16_to_nearest(t: Bench) -> None:
 @case("CST-002", "core")
 def float16_to_nearest(t: Bench) -> None:
     """float32 to float16 rounds to nearest, ties to even, overflows to infinity from 65520 on, and gives subnormal
-    numbers where it must: the patterns of CST-001, and every tie of float16's with its neighbours."""
+    numbers where it must: every 5th pattern of CST-001, and every tie of float16's with its neighbours."""
     halves = torch.arange(1 << 16)
     finite = halves[(halves >> 10) & 0x1F != 0x1F]
     ties = casts.decode(finite, torch.float16).abs()
@@ -57,7 +57,7 @@ def float16_to_nearest(t: Bench) -> None:
     bits = casts.encode(ties + step, torch.float32)
     near = torch.cat([bits - 1, bits, bits + 1]) | (torch.cat([finite] * 3) >> 15 << 31)
     _cast_patterns(t, casts.from_bits(near, torch.float32), torch.float16)
-    _cast_patterns(t, casts.float32_patterns(), torch.float16)
+    _cast_patterns(t, casts.float32_patterns()[::5], torch.float16)
 
 
 @case("CST-003", "core")

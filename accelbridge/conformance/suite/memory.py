@@ -14,7 +14,7 @@ from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import small
 from accelbridge.conformance.registry import case
 
-_SIZES = (0, 1, 15, 16, 17, 4095, 2**20 + 1)
+_SIZES = (0, 1, 15, 16, 17, 4095, 2**16 + 1)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MIB = 2**20
@@ -45,10 +45,11 @@ def as_bytes(x: Tensor) -> Tensor:
 @case("MEM-001", "core")
 def round_trip(t: Bench) -> None:
     """Random bytes come back from the device as they went, NaN payloads included, for every dtype and sizes 0, 1, 15,
-    16, 17, 4095 and 2^20+1: by transfers and by torch's own copies."""
+    16, 17, 4095 and 2^16+1, and 2^20+1 of bytes and float32: by transfers and by torch's own copies."""
     offload = t.backend.offload
     for dtype in movable(t):
-        for size in _SIZES:
+        large = (2**20 + 1,) if dtype in (torch.uint8, torch.float32) else ()
+        for size in (*_SIZES, *large):
             x = noise(t, size, dtype)
             device = t.run(offload.to_device, x).wait()
             t.equal(device, x, name=f"to_device {size} {dtype}")
@@ -273,7 +274,7 @@ def _works(t: Bench, name: str) -> None:
     t.equal(t.run(t.backend.matmul.matmul, t.put(a), t.put(b)), (a.double() @ b.double()).float(), name=name)
 
 
-@case("MEM-007", "core")
+@case("MEM-007", "core", timeout_s=600.0)
 def out_of_memory(t: Bench) -> None:
     """An allocation, a product and a transfer of 2^48 bytes or more raise what ``Device.is_out_of_memory`` knows; then
     memory in use is what it was, and 64 MiB and a product are given as before. Where the chip's memory is known, it is
@@ -313,15 +314,16 @@ def allocated(t: Bench) -> int | None:
 
 @case("MEM-008", "core", timeout_s=240.0)
 def out_of_memory_again(t: Bench) -> None:
-    """Running out of memory 8 times more leaves less than 1 MiB each in use."""
-    run_out(t, "1st ")
+    """Running out of memory 4 times more, in 3 ways each, leaves less than 1 MiB each time in use."""
+    _works(t, "before")
+    run_out(t, "time 1: ")
     before = allocated(t)
-    for number in range(8):
-        run_out(t, f"{number + 2}nd ")
+    for number in range(4):
+        run_out(t, f"time {number + 2}: ")
     _works(t, "afterwards")
     after = allocated(t)
     if before is not None and after is not None:
-        t.at_most(after - before, 8.0 * MIB, "bytes more after 8 times", code="LEAK")
+        t.at_most(after - before, 4.0 * MIB, "bytes more after 4 times", code="LEAK")
 
 
 @case("MEM-009", "core")
