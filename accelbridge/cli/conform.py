@@ -45,12 +45,13 @@ def probe(backend: Backend, option: Options = None, as_json: Annotated[bool, typ
 
     from accelbridge.conformance.runner import Runner
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _runnable(),
-        Runner(target_of(backend, option), Path(folder)) as runner,
-    ):
-        said = runner.introduce()
+    target = target_of(backend, option)
+    with tempfile.TemporaryDirectory() as folder, Runner(target, Path(folder)) as runner:
+        try:
+            said = runner.introduce()
+        except BackendError as error:
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(3)
     if as_json:
         typer.echo(json.dumps(said, indent=1))
         return
@@ -139,8 +140,7 @@ def _perform(
     from accelbridge.conformance.certify import Asked, check_levels, exit_code, perform
 
     asked = Asked(target_of(backend, option), check_levels(_split(level)), only, certify)
-    with _runnable():
-        report = perform(asked, out, _say)
+    report = perform(asked, out, _say)
     typer.echo(f"\n{report.headline}")
     for name, found in report.levels.items() if certify else ():
         typer.echo(f"{name}: {'held' if found.held else 'NOT held: ' + ', '.join(found.blocking)}")
@@ -154,35 +154,16 @@ def _say(outcome: Outcome, red: bool | None) -> None:
     typer.echo(f"{outcome.id:8} {ranks:8} {outcome.status.value:14} {outcome.duration_s:6.1f} s{trouble}".rstrip())
 
 
-class _runnable:
-    """A backend that cannot be used is exit code 3: nothing ran."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, BackendError):
-            typer.echo(f"error: {error}", err=True)
-            sys.exit(3)
-
-
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def target_of(backend: str, option: list[str] | None) -> Target:
-    """What is tested. ConfigError or BackendError for an unknown backend or option; exit 3 for one unusable here."""
+    """What is tested. BackendError for a backend that is not installed, ConfigError for an option that is none."""
     from accelbridge.conformance.pool import Target
-    from accelbridge.plugins import survey
+    from accelbridge.plugins import check_known
 
-    found = survey([backend])
-    if not found:
-        from accelbridge.plugins import choose
-
-        choose(backend)  # raises, and says which there are
-    elif not found[0].available:
-        typer.echo(f'error: backend "{backend}" asked; {found[0].probe.reason}', err=True)
-        sys.exit(3)
+    check_known(backend)
     return Target(backend, _options(option or []))
 
 

@@ -8,10 +8,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from accelbridge.conformance.evidence import STRENGTHS
 from accelbridge.conformance.pool import Outcome, Target
 from accelbridge.conformance.registry import LEVELS, NEEDS, Case, cases, must_pass
 from accelbridge.conformance.report import build
@@ -20,7 +22,8 @@ from accelbridge.conformance.report.model import Report, Waiver
 from accelbridge.conformance.report.write import write
 from accelbridge.conformance.runner import PUBLIC_SEED, Runner
 from accelbridge.conformance.status import Status
-from accelbridge.errors import ConfigError, did_you_mean
+from accelbridge.errors import BackendError, ConfigError, did_you_mean
+from accelbridge.plugins import Candidate, survey
 
 HELD, NOT_HELD, SUITE_ERROR, NOTHING_RAN = 0, 1, 2, 3
 """Exit codes."""
@@ -60,17 +63,18 @@ def chosen_cases(levels: Sequence[str], only: Sequence[str]) -> list[Case]:
 
 
 def perform(asked: Asked, out: Path, say: Callable[[Outcome, bool | None], None] = lambda _o, _f: None) -> Report:
-    """Run what is ``asked`` and write the report into ``out``, which must be new or empty.
-
-    Raises BackendError where the backend cannot be used here at all: nothing ran, and there is nothing to report.
-    """
+    """Run what is ``asked`` and write the report into ``out``, which must be new or empty. A backend that cannot even
+    start gets a report too, in which every test says why."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} asked for the report; it is not empty; name a new folder")
     started, chosen = datetime.now(UTC), chosen_cases(asked.levels, asked.only)
     fresh = secrets.randbelow(2**31) if asked.certify else None
     seeds = (PUBLIC_SEED,) if fresh is None else (PUBLIC_SEED, fresh)
     with Runner(asked.target, out, seeds=seeds) as runner:
-        introduction = runner.introduce()
+        try:
+            introduction = runner.introduce()
+        except BackendError:
+            introduction = _stranger(asked.target)
         results = [_result(runner, case, asked.certify, say) for case in chosen]
     report = _report(asked, introduction, results, (started, datetime.now(UTC)), fresh)
     write(report, out)
@@ -84,6 +88,32 @@ def _result(runner: Runner, case: Case, certify: bool, say: Callable[[Outcome, b
         outcomes.append(outcome)
         falsified.append(red)
     return build.Result(case, tuple(outcomes), tuple(falsified))
+
+
+def _stranger(target: Target) -> dict[str, Any]:
+    """What can be said of a backend of which no process started."""
+    candidate = next(iter(survey([target.backend])), Candidate(target.backend))
+    probe = candidate.probe
+    return {
+        "backend": {
+            "name": target.backend,
+            "distribution": candidate.distribution,
+            "version": candidate.version,
+            "api_version": candidate.api_version,
+            "accelerator": candidate.accelerator,
+            "device_type": "unknown",
+            "execution": "unknown",
+            "options": dict(target.options),
+        },
+        "chip": probe.devices[0].chip if probe.devices else "unknown",
+        "devices": [vars(device) for device in probe.devices],
+        "software": dict(probe.software),
+        "facts": dict(probe.facts),
+        "torch": version("torch"),
+        "cells": [],
+        "patched": [],
+        "strength": STRENGTHS[0],
+    }
 
 
 def _report(
@@ -142,7 +172,7 @@ def exit_code(report: Report) -> int:
     """0 every level asked is held (of a run with filters: every test that ran passed), 1 not, 2 the suite itself
     failed, 3 nothing ran."""
     statuses = [test.status for test in report.tests]
-    if not statuses or all(status == Status.RESOURCE_ERROR for status in statuses):
+    if all(test.status == Status.RESOURCE_ERROR or test.code == "START" for test in report.tests):
         return NOTHING_RAN
     if Status.INTERNAL_ERROR in statuses:
         return SUITE_ERROR

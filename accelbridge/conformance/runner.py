@@ -25,6 +25,7 @@ class Runner:
         self.target, self.out, self.devices, self.seeds = target, out, devices, seeds
         self._pools: dict[int, Pool] = {}
         self._stack = ExitStack()
+        self._broken = ""
 
     def __enter__(self) -> Runner:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -42,9 +43,10 @@ class Runner:
 
     def introduce(self) -> dict[str, Any]:
         """What a first rank says about the backend; its devices are what may be used from here on. Raises BackendError
-        where it cannot start."""
+        where it cannot start; every test then ends as a CRASH with that reason."""
         pool = self._pool(1)
         if why := pool.start():
+            self._broken = why
             raise BackendError(f'backend "{self.target.backend}" asked to be tested; its first process says: {why}')
         self.devices = pool.introduction["device_count"]
         self._event("introduction", **pool.introduction)
@@ -68,6 +70,8 @@ class Runner:
             yield outcome, red
 
     def _at(self, case: Case, world: int) -> Outcome:
+        if self._broken:
+            return Outcome(case.id, world, Status.CRASH, "START", self._broken)
         if world > self.devices:
             text = f"{world} devices needed, {self.devices} found"
             return Outcome(case.id, world, Status.RESOURCE_ERROR, "DEVICES", text)

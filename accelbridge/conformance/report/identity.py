@@ -50,7 +50,7 @@ def _as_installed() -> bool | None:
     except PackageNotFoundError:
         return None
     recorded = {Path(str(file.locate())): file.hash for file in files if file.hash is not None}
-    there = [path for path in HOME.rglob("*.py")]
+    there = list(HOME.rglob("*.py"))
     if not any(path in recorded for path in there):
         return None
     return all(path in recorded and _same(path, recorded[path]) for path in there)

@@ -76,7 +76,7 @@ def _events(folder: Path, report: Report) -> list[str]:
             ended[event["id"], event["world"]] = event["status"]
     told = {(test.id, world.world): world.status.value for test in report.tests for world in test.worlds}
     return [
-        f"{id} at {world} ranks: events say {ended.get((id, world), 'nothing')}, the report {told.get((id, world), 'nothing')}"
+        f"{id} at {world} ranks: {ended.get((id, world))} in events.jsonl, {told.get((id, world))} in the report"
         for id, world in sorted({*ended, *told})
         if ended.get((id, world)) != told.get((id, world))
     ]
@@ -130,7 +130,5 @@ def difference(old: Report, new: Report) -> list[str]:
         if was != now:
             lines.append(f"{' '.join(key).strip()}  {was} -> {now}")
     old_facts, new_facts = ({f.name: f.probed or f.stated for f in r.facts} for r in (old, new))
-    for name in sorted({*old_facts, *new_facts}):
-        if old_facts.get(name) != new_facts.get(name):
-            lines.append(f"{name}  {old_facts.get(name, 'absent')} -> {new_facts.get(name, 'absent')}")
-    return lines
+    changed = [name for name in sorted({*old_facts, *new_facts}) if old_facts.get(name) != new_facts.get(name)]
+    return [*lines, *(f"{n}  {old_facts.get(n, 'absent')} -> {new_facts.get(n, 'absent')}" for n in changed)]

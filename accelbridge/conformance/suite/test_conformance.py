@@ -20,7 +20,7 @@ from accelbridge.conformance.status import Status
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        levels = check_levels(metafunc.config.getoption("--ab-level").split(","))
+        levels = check_levels(str(metafunc.config.getoption("--ab-level")).split(","))
         metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in chosen_cases(levels, ())])
 
 
