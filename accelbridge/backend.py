@@ -130,7 +130,8 @@ class Capabilities:
     """What the vendor states of its arithmetic, by name; the conformance suite probes each. A fact that is not stated
     has its strictest value. Of fp8:
 
-    - ``fp8_variant``: suffixes of the e4m3 formats that products take, in alphabetical order: "fn", "fnuz", "fn fnuz";
+    - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
+      between (strictest: "fn");
     - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
       "nonfinite", or "asked" where it does as ``Format.overflow`` says;
     - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
@@ -355,8 +356,8 @@ class Matmul(ABC):
     ) -> Tensor:
         """``a @ b + bias`` of the dequantized matrices, rounded once to ``out_dtype``. Scales may change along K only
         every so many terms: quantize what lies along K in rows and hand ``b`` over as ``quantize(w, ...).t()``.
-        Raises ``Unsupported`` with the reason; cells of the capability table: ``("scaled_mm", format, scaling)``
-        where both are alike, else ``("scaled_mm", "FORMAT x FORMAT", scaling)``, with limits on ``m``, ``k``, ``n``."""
+        Raises ``Unsupported`` with the reason; cells of the capability table: ``("scaled_mm", format, scaling)``,
+        with limits on ``m``, ``k``, ``n``. Where the operands' formats or scalings differ, "A x B" names both."""
 
 
 class Attention(ABC):

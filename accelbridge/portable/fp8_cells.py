@@ -9,6 +9,8 @@ from accelbridge.precision.scalings import SCALINGS
 
 FAMILIES = (("float8_e4m3fn", "float8_e5m2"), ("float8_e4m3fnuz", "float8_e5m2fnuz"))
 """Formats that may meet in one product."""
+MIXED = ("block1x128 x block128x128", "block1x128_pow2 x block128x128_pow2")
+"""Activations by weights: scalings that usually meet. Others do too, but are nobody's recipe."""
 EMULATED = Support("emulated", "fp8 operands are widened to float32 and multiplied there")
 FACTS: Mapping[str, str | int] = {"fp8_variant": "fn fnuz", "fp8_overflow": "asked", "fp8_accumulator_bits": 24}
 
@@ -16,10 +18,10 @@ FACTS: Mapping[str, str | int] = {"fp8_variant": "fn fnuz", "fp8_overflow": "ask
 def cells() -> dict[tuple[str, str, str], Support]:
     """Cells of the capability table."""
     table: dict[tuple[str, str, str], Support] = {}
-    for scaling in SCALINGS:
-        for family in FAMILIES:
-            for a in family:
-                table["quantize", a, scaling] = EMULATED
-                for b in family:
-                    table["scaled_mm", a if a == b else f"{a} x {b}", scaling] = EMULATED
+    for family in FAMILIES:
+        for a in family:
+            table.update({("quantize", a, scaling): EMULATED for scaling in SCALINGS})
+            for b in family:
+                pair = a if a == b else f"{a} x {b}"
+                table.update({("scaled_mm", pair, scaling): EMULATED for scaling in (*SCALINGS, *MIXED)})
     return table
