@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from accelbridge.parallel.layout import Layout
     from accelbridge.parallel.spec import ShardingSpec
+    from accelbridge.precision.quantized import QuantizedTensor
 
 API_VERSION = (1, 0)
 """(major, minor) of this interface. An addition raises the minor, a removal the major; the core serves the
@@ -125,6 +126,17 @@ class Capabilities:
     recompute: Support = FULL
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    """What the vendor states of its arithmetic, by name; the conformance suite probes each. A fact that is not stated
+    has its strictest value. Of fp8:
+
+    - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
+      between (strictest: "fn");
+    - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
+      "nonfinite", or "asked" where it does as ``Format.overflow`` says;
+    - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
+    - ``fp8_mma_k``: terms along K that are added at once where that is fewer than 24 bits (strictest: 32);
+    - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128)."""
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -206,6 +218,8 @@ class Format:
     max: float
     nan: Literal["ieee", "all_ones", "negative_zero", "none"]
     overflow: Literal["saturate", "inf", "nan"]
+    signed: bool = True
+    """Whether the first bit is a sign; formats of scales have none."""
 
 
 @dataclass(frozen=True)
@@ -334,12 +348,19 @@ class Matmul(ABC):
         """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
 
     @abstractmethod
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
-        """``x`` in ``format`` with scales made as ``scaling`` says. Raises ``Unsupported`` with the reason."""
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+        """``x``, a matrix, in ``format`` with scales made as ``scaling`` says: a name of
+        :data:`accelbridge.precision.scalings.SCALINGS`. Rounds to nearest, ties to even, once. Raises
+        ``Unsupported`` with the reason; cells of the capability table: ``("quantize", format, scaling)``."""
 
     @abstractmethod
-    def scaled_mm(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Product of two quantized tensors. Raises ``Unsupported`` with the reason."""
+    def scaled_mm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b + bias`` of the dequantized matrices, rounded once to ``out_dtype``. Scales may change along K only
+        every so many terms: quantize what lies along K in rows and hand ``b`` over as ``quantize(w, ...).t()``.
+        Raises ``Unsupported`` with the reason; cells of the capability table: ``("scaled_mm", format, scaling)``,
+        with limits on ``m``, ``k``, ``n``. Where the operands' formats or scalings differ, "A x B" names both."""
 
 
 class Attention(ABC):

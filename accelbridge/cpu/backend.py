@@ -22,11 +22,13 @@ from accelbridge.backend import (
     Device,
     DeviceInfo,
     Implementation,
+    Matmul,
     Probe,
     Support,
     unsupported,
 )
 from accelbridge.config import Section
+from accelbridge.portable.fp8_cells import FACTS, cells
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 MOVES = ("all_gather", "broadcast", "all_to_all")
@@ -72,6 +74,7 @@ class CpuBackend(Backend):
             chip=Chip(chip),  # peaks of host processors are not tabulated: MFU stays "unknown"
             table=_table(),
             pinned_host_memory=unsupported("host memory is device memory"),
+            facts=FACTS,
         )
 
     @cached_property
@@ -85,6 +88,12 @@ class CpuBackend(Backend):
         from accelbridge.cpu.collectives import CpuCollectives
 
         return CpuCollectives()
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        from accelbridge.portable.fp8 import EmulatedFp8
+
+        return EmulatedFp8(self.name)
 
     @cached_property
     def attention(self) -> Attention:
@@ -137,5 +146,4 @@ def _table() -> dict[tuple[str, str, str], Support]:
         for op in MOVES:
             table[op, dtype, ""] = Support("full", lowering="fp8_bytes")
         table["all_reduce", dtype, "sum"] = unsupported("gloo has no arithmetic on 8-bit floats")
-        table["scaled_mm", dtype, ""] = unsupported("emulated fp8 matmul is not built yet")
-    return table
+    return table | cells()

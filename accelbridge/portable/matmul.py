@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accelbridge.backend import Format, Implementation, Matmul
 from accelbridge.errors import Unsupported
+
+if TYPE_CHECKING:
+    from accelbridge.precision.quantized import QuantizedTensor
 
 
 class PortableMatmul(Matmul):
@@ -33,7 +36,7 @@ class PortableMatmul(Matmul):
         wide = torch.promote_types(_widened(a.dtype), _widened(b.dtype))
         return (a.to(wide) @ b.to(wide)).to(out_dtype)
 
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
         """Raises ``Unsupported``."""
         raise Unsupported(
             f'backend "{self.name}" was asked to quantize to {format.name} with {scaling} scaling, but has '
