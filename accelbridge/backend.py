@@ -125,6 +125,15 @@ class Capabilities:
     recompute: Support = FULL
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    """How this hardware computes where more than one way is right; the conformance suite compares with what it finds.
+    A key that is absent means its first value:
+
+    - ``matmul.accumulator``: "float32" (or wider, rounded to nearest), "float32_toward_zero";
+    - ``matmul.float32``: to what operands of float32 products and attention are rounded: "float32", "tf32";
+    - ``attention.probabilities``: the dtype to which softmax is rounded before it meets the values; absent: that of
+      the query.
+    """
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -328,7 +337,9 @@ class Matmul(ABC):
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
+        """``a @ b`` for ``a [..., M, K]`` and ``b [..., K, N]``, batches broadcast; differentiable. Accumulated in
+        float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``). Operands that don't fit raise
+        ``ValueError`` or ``Unsupported``."""
 
     @abstractmethod
     def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
@@ -359,7 +370,8 @@ class Attention(ABC):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``softmax(mask(softcap(q k^T * scale))) v`` as ``out_BHSD``, with ``lse_BHS`` (natural logarithm,
-        float32) when asked. ``scale`` defaults to ``D ** -0.5``; a row that sees nothing gives 0 and -inf."""
+        float32) when asked; differentiable through both. ``scale`` defaults to ``D ** -0.5``; a row that sees
+        nothing gives 0 and -inf. Arguments that don't fit raise ``ValueError`` or ``Unsupported``."""
 
 
 class Transfer(ABC):
