@@ -127,16 +127,21 @@ class Capabilities:
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
     facts: Mapping[str, str | int] = field(default_factory=dict)
-    """What the vendor states of its arithmetic, by name; the conformance suite probes each. A fact that is not stated
-    has its strictest value. Of fp8:
+    """What the vendor states of its arithmetic and its library where more than one way is right; the conformance suite
+    probes each and compares. A fact that is not stated has its strictest value, named first:
 
+    - ``matmul.accumulator``: "float32" (or wider, rounded to nearest), "float32_toward_zero";
+    - ``matmul.float32``: to what operands of float32 products and attention are rounded: "float32", "tf32";
+    - ``attention.probabilities``: the dtype to which softmax is rounded before it meets the values; absent: that of
+      the query;
     - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
       "nonfinite", or "asked" where it does as ``Format.overflow`` says;
     - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
     - ``fp8_mma_k``: terms along K that are added at once where that is fewer than 24 bits (strictest: 32);
-    - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128)."""
+    - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128).
+    """
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -345,7 +350,9 @@ class Matmul(ABC):
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
+        """``a @ b`` for ``a [..., M, K]`` and ``b [..., K, N]``, batches broadcast; differentiable. Accumulated in
+        float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``). Operands that don't fit raise
+        ``ValueError`` or ``Unsupported``."""
 
     @abstractmethod
     def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
@@ -383,7 +390,8 @@ class Attention(ABC):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``softmax(mask(softcap(q k^T * scale))) v`` as ``out_BHSD``, with ``lse_BHS`` (natural logarithm,
-        float32) when asked. ``scale`` defaults to ``D ** -0.5``; a row that sees nothing gives 0 and -inf."""
+        float32) when asked; differentiable through both. ``scale`` defaults to ``D ** -0.5``; a row that sees
+        nothing gives 0 and -inf. Arguments that don't fit raise ``ValueError`` or ``Unsupported``."""
 
 
 class Transfer(ABC):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelbridge import ops
 from accelbridge.backend import Backend, Capabilities, Request, World
 from accelbridge.conformance import checks, falsify
 from accelbridge.conformance.checks import Verdict
@@ -130,9 +131,11 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``interface`` is the method of the backend's own interface, where the
-        op has one."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the method
+        of the backend's own interface, where the op has them."""
         found: list[tuple[str, Callable[..., Any]]] = []
+        if request.op in ops.NAMES:
+            found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):
             found.append(("interface", method))

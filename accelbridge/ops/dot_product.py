@@ -104,6 +104,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float 
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention takes one dtype; found q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention takes one device; found q on {q.device}, k on {k.device}, v on {v.device}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"attention takes a positive softcap or None; found {softcap}")
     check_mask(mask, q.shape[0], q.shape[2], k.shape[2])
