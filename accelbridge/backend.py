@@ -125,6 +125,9 @@ class Capabilities:
     recompute: Support = FULL
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    """What is declared besides support, by name, where the conformance suite may expect less than the strictest
+    default: docs/conformance.md lists the names."""
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
