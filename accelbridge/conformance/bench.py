@@ -8,6 +8,8 @@ nothing (MISTRUSTED).
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,6 +83,8 @@ class Bench:
     """Options of the backend, as they were given."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
+    answer: Callable[[bool], None] = lambda final: None
+    """Tells the parent what has been found so far; ``final``: and ends this process."""
 
     # ------------------------------------------------------------------------------------------------- data
 
@@ -165,6 +169,34 @@ class Bench:
             raise NotSupported(f"{op} {dtype} {variant}: {support.reason}".strip())
         self.fail("CAPABILITY", f"{op} {dtype} {variant} is mandatory here and declared unsupported: {support.reason}")
         raise Abandoned
+
+    # ----------------------------------------------------------------------------------------------- faults
+
+    @contextmanager
+    def ends_within(self, limit_s: float, what: str) -> Iterator[None]:
+        """The block ends, well or with an error, within ``limit_s``; a process that hangs in it is ended (TIMEOUT).
+
+        A thread of its own keeps the time: a library that waits for ever does not come back to be asked.
+        """
+        timer = threading.Timer(limit_s, self._overdue, (limit_s, what))
+        timer.daemon = True
+        timer.start()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.at_most(time.monotonic() - began, limit_s, f"seconds of {what}", code="TIMEOUT")
+
+    def _overdue(self, limit_s: float, what: str) -> None:
+        self.fail("TIMEOUT", f"{what} did not end within {limit_s:g} s")
+        self.answer(True)
+
+    def may_abort(self) -> None:
+        """From here on this rank may end by SIGABRT where the backend declares that of calls that do not fit together
+        (fact ``collective.on_mismatch`` = "abort"); what its checks have found until now then counts."""
+        if self.capabilities.facts.get("collective.on_mismatch") == "abort":
+            self.answer(False)
 
     # ----------------------------------------------------------------------------------------------- checks
 

@@ -190,6 +190,7 @@ class Pool:
     def _collect(self, deadline: float, exits: bool) -> tuple[dict[int, dict[str, Any] | None], set[int]]:
         """What each rank answered (None: it died), and who had to be ended because it said nothing."""
         answers: dict[int, dict[str, Any] | None] = {}
+        interim: dict[int, dict[str, Any]] = {}
         waiting = set(range(self.world))
         while waiting:
             heard = self._hear(waiting, deadline)
@@ -197,6 +198,11 @@ class Pool:
                 self._abort(waiting)
                 return answers, waiting
             for rank, message in heard.items():
+                if message is not None and message.get("interim"):
+                    interim[rank] = message
+                    continue
+                if message is None and rank in interim and self._processes[rank].wait() == -signal.SIGABRT:
+                    message = {**interim[rank], "exit_code": -signal.SIGABRT}  # an end that the backend declares
                 answers[rank] = message
                 waiting.discard(rank)
                 failed = message is None if not exits else False
@@ -216,7 +222,11 @@ class Pool:
 
     def _hear(self, ranks: set[int], deadline: float) -> dict[int, dict[str, Any] | None]:
         """The next message of at least one of ``ranks``, None for one that ended; nothing when time is up."""
-        heard: dict[int, dict[str, Any] | None] = {}
+        heard: dict[int, dict[str, Any] | None] = {
+            rank: json.loads(line) for rank in ranks if (line := self._line(rank))
+        }
+        if heard:
+            return heard
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(self._pipes[rank], selectors.EVENT_READ, rank)
@@ -228,13 +238,18 @@ class Pool:
                 for key, _ in ready:
                     chunk = os.read(key.fd, 1 << 16)
                     self._buffers[key.data] += chunk
-                    line, newline, rest = self._buffers[key.data].partition(b"\n")
-                    if newline:
-                        self._buffers[key.data] = rest
+                    if line := self._line(key.data):
                         heard[key.data] = json.loads(line)
                     elif not chunk:
                         heard[key.data] = None
         return heard
+
+    def _line(self, rank: int) -> bytes:
+        """The next whole line of ``rank`` that has been read already; several may have come at once."""
+        line, newline, rest = self._buffers[rank].partition(b"\n")
+        if newline:
+            self._buffers[rank] = rest
+        return line if newline else b""
 
     def _merge(
         self, id: str, answers: Mapping[int, dict[str, Any] | None], late: set[int], exits: bool, timeout_s: float
@@ -270,7 +285,7 @@ class Pool:
     ) -> dict[str, Any]:
         """What became of one rank, whether it answered, was silent or ended."""
         if answer is not None:
-            return {**answer, "exit_code": None}
+            return {"exit_code": None, **answer}
         row: dict[str, Any] = {"rank": rank, "code": "", "exit_code": None}
         if late:
             return {**row, "status": Status.TIMEOUT, "code": "HANG", "message": f"no answer in {timeout_s:g} s"}

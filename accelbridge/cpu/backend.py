@@ -34,6 +34,18 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
+FACTS: Mapping[str, str | int] = {
+    # gloo's own checks of a message's size end the process (glog's fatal, in the thread of a connection), unless
+    # calls are compared before they run. Ranks that name different roots or operations wait until the time limit.
+    "collective.on_mismatch": "abort",
+    # gloo sends no reduce operation: of ranks that ask for SUM and for MAX each gets something.
+    "collective.op_mismatch": "undetected",
+    # By the lowerings of accelbridge.cpu.collectives.
+    "reduce.minmax_nan": "propagates",
+    # A message goes into the slot of its tag (ProcessGroupGloo::send).
+    "p2p.tags": "matched",
+}
+
 
 class CpuOptions(Section):
     """Options of the CPU backend."""
