@@ -142,6 +142,12 @@ class Capabilities:
     - ``fp8_mma_k``: terms along K that are added at once where that is fewer than 24 bits (strictest: 32);
     - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128).
     """
+    subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
+    """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
+    operands, as results, or both."""
+    fallbacks: tuple[str, ...] = ()
+    """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
+    The conformance suite takes host work that is not stated here for a silent fallback."""
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -200,6 +206,10 @@ class Implementation:
     deterministic: bool = True
     evidence: str = "claimed"
     """"claimed" until a conformance report shows the cell; see docs/architecture.md."""
+    launches: tuple[str, ...] = ()
+    """What is seen when it really runs: ops as torch's dispatcher names them below autograd ("aten::mm", or the name
+    of a custom op), of which each call runs at least one. The conformance suite looks for them, so that another
+    implementation cannot pass for this one; nothing stated: it doesn't look."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +413,10 @@ class Transfer(ABC):
 
 
 class Offload(ABC):
-    """Movement of tensors between the device, host memory and files."""
+    """Movement of tensors between the device, host memory and files.
+
+    A copy sees all work that was queued on the device before it was started, and none of what is queued after.
+    """
 
     @abstractmethod
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Transfer:
@@ -581,6 +594,9 @@ class Backend(ABC):
     """torch.distributed backend, one name or one per device type: "gloo", "cpu:gloo,acme:acmeccl"."""
     accelerator: ClassVar[bool] = True
     """Automatic choice prefers an available accelerator; two available ones are an error that names both."""
+    hidden_by: ClassVar[Mapping[str, str]] = {}
+    """Environment variables, with values, under which a new process sees no device of this vendor; empty where devices
+    cannot be hidden. The conformance suite sets them to see how their absence is reported."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 

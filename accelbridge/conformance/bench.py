@@ -200,9 +200,10 @@ class Bench:
 
     # ----------------------------------------------------------------------------------------------- checks
 
-    def equal(self, got: Tensor, want: Tensor, code: str = "EXACT", name: str = "") -> None:
-        """The same shape, dtype and bits as the host tensor ``want``."""
-        self._judge(checks.equal(self.fetch(got), want), code, name)
+    def equal(self, got: Tensor, want: Tensor, code: str = "EXACT", name: str = "", host: bool = False) -> None:
+        """The same shape, dtype and bits as the host tensor ``want``. ``host``: ``got`` must lie on the host too, as
+        what offloading returns."""
+        self._judge(checks.equal(self.fetch(got, host), want), code, name)
 
     def within(self, got: Tensor, want: Tensor, bound: Tensor | float, code: str = "BOUND", name: str = "") -> None:
         """|got - want| <= bound for every element, in float64."""
@@ -270,14 +271,16 @@ class Bench:
             self.fail("RAISED", f"raised {type(error).__name__}: {_first_line(error)}")
             raise Abandoned from error
 
-    def fetch(self, got: Tensor) -> Tensor:
-        """A host copy of what the backend produced, which must be a plain tensor on the backend's device."""
+    def fetch(self, got: Tensor, host: bool = False) -> Tensor:
+        """A host copy of what the backend produced, which must be a plain tensor on the backend's device, or on the
+        ``host``."""
         if not isinstance(got, Tensor):
             self.fail("TYPE", f"a tensor expected, found {type(got).__name__}")
             raise Abandoned
-        if got.device.type != self.device.type:
-            self.fail("DEVICE", f"the result lies on {got.device}, not on {self.device}")
-        else:
+        place = "cpu" if host else self.device.type
+        if got.device.type != place:
+            self.fail("DEVICE", f"the result lies on {got.device}, not on {place if host else self.device}")
+        elif not host:
             self.found.fetched += 1
         host = got.detach().to("cpu", copy=True)
         return falsify.corrupt(host, self.falsification) if self.falsification else host
