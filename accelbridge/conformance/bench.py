@@ -74,6 +74,8 @@ class Bench:
     """A store that all ranks of this test see, with keys of its own; None on one rank."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the backend, as they were given."""
+    phase: int = 0
+    """Which of the case's phases this is; those before the last need no checks."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
 
