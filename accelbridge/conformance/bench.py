@@ -81,6 +81,8 @@ class Bench:
     """A store that all ranks of this test see, with keys of its own; None on one rank."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the backend, as they were given."""
+    phase: int = 0
+    """Which of the case's phases this is; those before the last need no checks."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
     answer: Callable[[bool], None] = lambda final: None
@@ -135,8 +137,8 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the method
-        of the backend's own interface, where the op has them."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the
+        method of the backend's own interface, where the op has them."""
         found: list[tuple[str, Callable[..., Any]]] = []
         if request.op in ops.NAMES:
             found.append(("reference", ops.reference(request.op)))

@@ -223,5 +223,3 @@ def scaled_product(t: Bench, dtype: str, variant: str) -> tuple[Tensor, Tensor]:
     matmul, scaling = t.backend.matmul, variant or "tensor"
     left, right = (matmul.quantize(t.put(x), FORMATS[dtype], scaling) for x in (a, b))
     return matmul.scaled_mm(left, right, torch.float32), a.double() @ b.double().T
-
-

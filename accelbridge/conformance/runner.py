@@ -85,8 +85,9 @@ class Runner:
 
     def _once(self, case: Case, world: int, seed: int, falsification: str = "") -> Outcome:
         return self._pool(world).run(
-            case.id, seed, case.timeout_s, fresh=case.fresh, exits=case.exits, falsification=falsification
-        )
+            case.id, seed, case.timeout_s, fresh=case.fresh, exits=case.exits, phases=case.phases,
+            falsification=falsification,
+        )  # fmt: skip
 
     def _falsified(self, case: Case, world: int) -> bool:
         return any(self._once(case, world, self.seeds[0], mode).status == Status.FAIL for mode in falsify.MODES)

@@ -156,7 +156,7 @@ def average_is_sum(patch: Patch) -> None:
 @mutant(
     "L7",
     "the output keeps what it held before",
-    {name: "EXACT" for name in ("COL-001", "COL-005", "COL-007", "COL-014", "COL-017", "COL-019")},
+    dict.fromkeys(("COL-001", "COL-005", "COL-007", "COL-014", "COL-017", "COL-019"), "EXACT"),
 )
 def stale_output(patch: Patch) -> None:
     def spoil(call: Call, group: Any) -> Callable[[], object]:

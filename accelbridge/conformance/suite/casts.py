@@ -103,7 +103,9 @@ def _arithmetic(t: Bench, x: Tensor, device: Tensor) -> list[tuple[str, Tensor, 
         "x * 2^(p-1)": (lambda: device * torch.full_like(device, factor), value * factor),
         "normal * 2^-(p-1)": (lambda: high * torch.full_like(high, 1.0 / factor), value),
     }
-    made = {name: (t.run(call), casts.from_bits(casts.encode(want, dtype), dtype)) for name, (call, want) in right.items()}
+    made = {
+        name: (t.run(call), casts.from_bits(casts.encode(want, dtype), dtype)) for name, (call, want) in right.items()
+    }
     return [(name, got, want) for name, (got, want) in made.items()]
 
 

@@ -23,7 +23,6 @@ from accelbridge.plan import PlanInputs, resolve
 from accelbridge.plugins import Candidate, Selection
 
 
-
 @case("INF-001", "core", timeout_s=150.0)
 def discovered(t: Bench) -> None:
     """A new process finds the backend through its entry point, under its name, with the version of the interface and
@@ -55,7 +54,12 @@ def identified(t: Bench) -> None:
     t.same(astuple(again), astuple(first), "the second probe", code="IDENTITY")
     t.at_least(len(first.devices), 1, "devices", code="IDENTITY")
     t.same([d.index for d in first.devices], list(range(len(first.devices))), "indices", code="IDENTITY")
-    told = {"reason": first.reason, **first.software, **first.facts, **{f"chip {d.index}": d.chip for d in first.devices}}
+    told = {
+        "reason": first.reason,
+        **first.software,
+        **first.facts,
+        **{f"chip {d.index}": d.chip for d in first.devices},
+    }
     t.same(sorted(key for key, text in told.items() if not text.strip()), [], "facts without a word", code="IDENTITY")
     t.at_least(len(first.software), 1, "versions of software", code="IDENTITY")
     t.same(t.capabilities.chip.name != "", True, "capabilities name the chip", code="IDENTITY")
@@ -323,7 +327,9 @@ def outputs_written(t: Bench) -> None:
     transfers get destinations full of NaN."""
     for label, wanted, implementation in _tried(t):
         sizes = {wanted.want.numel(), *(x.numel() for x in wanted.arguments if isinstance(x, Tensor))}
-        poison = [torch.full((size,), torch.nan, dtype=wanted.dtype, device=t.device) for size in sizes for _ in range(8)]
+        poison = [
+            torch.full((size,), torch.nan, dtype=wanted.dtype, device=t.device) for size in sizes for _ in range(8)
+        ]
         t.backend.device.synchronize()
         del poison
         near(t, t.run(wanted.invoke, t, implementation), wanted, label)
@@ -366,4 +372,6 @@ def no_device(t: Bench) -> None:
             raise Abandoned from error
         t.same(found["chosen"], "", "chosen without a device", code="FALLBACK")
         t.same(found["error"], "BackendError", "error without a device", code="ERROR")
-        t.same(t.backend.name in found["text"] and unusable in found["text"], True, "it says which and why", code="ERROR")
+        t.same(
+            t.backend.name in found["text"] and unusable in found["text"], True, "it says which and why", code="ERROR"
+        )
