@@ -163,27 +163,16 @@ class Pool:
     # ---------------------------------------------------------------------------------------------- a test
 
     def run(
-<<<<<<< HEAD
-        self, id: str, seed: int, timeout_s: float, *, fresh: bool, exits: bool, falsification: str = ""
-    ) -> Outcome:
-        """Run one test on all ranks."""
-        if not self._broken and (fresh or not self._processes):
-            self._broken = self._start()
-        if self._broken:
-            why = self._broken
-            self.close()
-            # The same code broke while it was loaded: not one test's doing, but this test did not run.
-            return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
-        start, token = time.monotonic(), f"{id}-{uuid.uuid4().hex[:8]}"
-        request = json.dumps({"id": id, "seed": seed, "token": token, "falsification": falsification}) + "\n"
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
-                process.stdin.write(request)
-=======
-        self, id: str, seed: int, timeout_s: float, *, fresh: bool, exits: bool, phases: int = 1,
+        self,
+        id: str,
+        seed: int,
+        timeout_s: float,
+        *,
+        fresh: bool,
+        exits: bool,
+        phases: int = 1,
         falsification: str = "",
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """Run one test on all ranks, ``phases`` times in new processes that share a folder."""
         token = f"{id}-{uuid.uuid4().hex[:8]}"
         request = {"id": id, "seed": seed, "token": token, "falsification": falsification, "phase": 0, "kept": ""}
@@ -200,18 +189,17 @@ class Pool:
 
     def _once(self, request: Mapping[str, Any], timeout_s: float, fresh: bool, exits: bool) -> Outcome:
         id = request["id"]
-        if fresh or not self._processes:
-            why = self._start()
-            if why:
-                self.close()
-                # The same code broke while it was loaded: not one test's doing, but this test did not run.
-                return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
+        if not self._broken and (fresh or not self._processes):
+            self._broken = self._start()
+        if self._broken:
+            self.close()
+            # The same code broke while it was loaded: not one test's doing, but this test did not run.
+            return Outcome(id, self.world, Status.CRASH, "START", self._broken, log=self._name)
         start = time.monotonic()
         for process in self._processes:
             assert process.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
                 process.stdin.write(json.dumps(request) + "\n")
->>>>>>> w-trn
                 process.stdin.flush()
         answers, late = self._collect(start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)

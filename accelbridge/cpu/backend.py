@@ -28,13 +28,15 @@ from accelbridge.backend import (
     unsupported,
 )
 from accelbridge.config import Section
-from accelbridge.portable.fp8_cells import FACTS, cells
+from accelbridge.portable.fp8_cells import FACTS as FP8_FACTS
+from accelbridge.portable.fp8_cells import cells
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
 FACTS: Mapping[str, str | int] = {
+    **FP8_FACTS,
     # gloo's own checks of a message's size end the process (glog's fatal, in the thread of a connection), unless
     # calls are compared before they run. Ranks that name different roots or operations wait until the time limit.
     "collective.on_mismatch": "abort",
