@@ -163,8 +163,9 @@ def stale_amax(patch: Patch) -> None:
 
     def make_scale(inner: Any, x: Tensor, format: Format, scaling: Any) -> Tensor:
         key = (x.shape, format.name, scaling.name)
-        fresh = inner(x, format, scaling)
-        stale, kept[key] = kept.get(key, fresh), fresh
+        fresh: Tensor = inner(x, format, scaling)
+        stale = kept.get(key, fresh)
+        kept[key] = fresh
         return stale
 
     patch(fp8, "make_scale", make_scale)
