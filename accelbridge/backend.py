@@ -139,8 +139,7 @@ class Capabilities:
     - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
       "nonfinite", or "asked" where it does as ``Format.overflow`` says;
     - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
-    - ``fp8_mma_k``: terms along K that are added at once where that is fewer than 24 bits (strictest: 32);
-    - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128).
+    - ``fp8_promotion``: where that is fewer, terms along K after which a sum moves on to float32 (strictest: 128).
     """
     subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as

@@ -88,7 +88,7 @@ class CpuBackend(Backend):
             chip=Chip(chip),  # peaks of host processors are not tabulated: MFU stays "unknown"
             table=_table(),
             pinned_host_memory=unsupported("host memory is device memory"),
-            facts=FACTS,
+            facts=dict(FACTS),
         )
 
     @cached_property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from accelbridge.backend import Support
 from accelbridge.precision.scalings import SCALINGS
 
@@ -12,7 +10,7 @@ FAMILIES = (("float8_e4m3fn", "float8_e5m2"), ("float8_e4m3fnuz", "float8_e5m2fn
 MIXED = ("block1x128 x block128x128", "block1x128_pow2 x block128x128_pow2")
 """Activations by weights: scalings that usually meet. Others do too, but are nobody's recipe."""
 EMULATED = Support("emulated", "fp8 operands are widened to float32 and multiplied there")
-FACTS: Mapping[str, str | int] = {"fp8_variant": "fn fnuz", "fp8_overflow": "asked", "fp8_accumulator_bits": 24}
+FACTS: dict[str, str | int] = {"fp8_variant": "fn fnuz", "fp8_overflow": "asked", "fp8_accumulator_bits": 24}
 
 
 def cells() -> dict[tuple[str, str, str], Support]:

@@ -22,7 +22,6 @@ class Accumulator:
     """What sums are kept in, as the backend states it."""
 
     bits: int = 24
-    mma_k: int = 32
     promotion: int = 128
 
     @property
@@ -33,14 +32,12 @@ class Accumulator:
         """Largest error of a sum of ``k`` products and its scaling, as a share of the sum of their magnitudes.
 
         float32: gamma(k + 8, 2^-23); 2^-23 since it may truncate, 8 for scales, the bias and sums over blocks.
-        Fewer bits: each of the additions before a promotion loses up to 2^-bits of the magnitudes, and float32 adds up
-        the rest."""
+        Fewer bits: before a promotion, each term and each sum is aligned with the largest and loses up to
+        2^(1-bits) of it, which is at most the sum of magnitudes; float32 adds up the rest. That bound is loose, so
+        F8-002 and the exact products have to see what hides under it."""
         n = k + 8
         wide = n * 2.0**-23 / (1.0 - n * 2.0**-23)
-        if self.is_float32:
-            return wide
-        stretch = min(k, self.promotion) if self.promotion else k
-        return wide + -(-stretch // self.mma_k) * 2.0**-self.bits
+        return wide if self.is_float32 else wide + 2.0 * min(k, self.promotion) * 2.0 ** (1 - self.bits)
 
 
 def spread(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:

@@ -102,8 +102,4 @@ def policies(t: Bench) -> tuple[bool, ...]:
 def accumulator(t: Bench) -> scaled.Accumulator:
     """What the backend says it adds in."""
     facts = t.capabilities.facts
-    return scaled.Accumulator(
-        int(facts.get("fp8_accumulator_bits", 24)),
-        int(facts.get("fp8_mma_k", 32)),
-        int(facts.get("fp8_promotion", 128)),
-    )
+    return scaled.Accumulator(int(facts.get("fp8_accumulator_bits", 24)), int(facts.get("fp8_promotion", 128)))
