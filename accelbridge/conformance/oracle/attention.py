@@ -73,7 +73,8 @@ class Exact:
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor, Tensor]:
         group = self.q.shape[1] // self.k.shape[1]
-        return self.q.double(), *(x.double().repeat_interleave(group, 1) for x in (self.k, self.v))
+        k, v = (x.double().repeat_interleave(group, 1) for x in (self.k, self.v))
+        return self.q.double(), k, v
 
     @property
     def _scale(self) -> float:
