@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from accelbridge.parallel.layout import Layout
     from accelbridge.parallel.spec import ShardingSpec
+    from accelbridge.precision.quantized import QuantizedTensor
 
 API_VERSION = (1, 0)
 """(major, minor) of this interface. An addition raises the minor, a removal the major; the core serves the
@@ -126,8 +127,27 @@ class Capabilities:
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
     facts: Mapping[str, str | int] = field(default_factory=dict)
-    """What is declared besides support, by name, where the conformance suite may expect less than the strictest
-    default: docs/conformance.md lists the names."""
+    """What the vendor states of its arithmetic and its library where more than one way is right; the conformance suite
+    probes each and compares. A fact that is not stated has its strictest value, named first:
+
+    - ``matmul.accumulator``: "float32" (or wider, rounded to nearest), "float32_toward_zero";
+    - ``matmul.float32``: to what operands of float32 products and attention are rounded: "float32", "tf32";
+    - ``attention.probabilities``: the dtype to which softmax is rounded before it meets the values; absent: that of
+      the query;
+    - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
+      between (strictest: "fn");
+    - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
+      "nonfinite", or "asked" where it does as ``Format.overflow`` says;
+    - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
+    - ``fp8_mma_k``: terms along K that are added at once where that is fewer than 24 bits (strictest: 32);
+    - ``fp8_promotion``: terms along K after which such a sum moves on to float32 (strictest: 128).
+    """
+    subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
+    """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
+    operands, as results, or both."""
+    fallbacks: tuple[str, ...] = ()
+    """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
+    The conformance suite takes host work that is not stated here for a silent fallback."""
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""
@@ -145,6 +165,9 @@ class DeviceInfo:
     index: int
     chip: str
     memory_bytes: int | None = None
+    path: str = ""
+    """Where the operating system shows the device, under /dev or /sys/bus; "" where it doesn't. The conformance suite
+    looks there before it calls anything "hardware"."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +206,10 @@ class Implementation:
     deterministic: bool = True
     evidence: str = "claimed"
     """"claimed" until a conformance report shows the cell; see docs/architecture.md."""
+    launches: tuple[str, ...] = ()
+    """What is seen when it really runs: ops as torch's dispatcher names them below autograd ("aten::mm", or the name
+    of a custom op), of which each call runs at least one. The conformance suite looks for them, so that another
+    implementation cannot pass for this one; nothing stated: it doesn't look."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +233,8 @@ class Format:
     max: float
     nan: Literal["ieee", "all_ones", "negative_zero", "none"]
     overflow: Literal["saturate", "inf", "nan"]
+    signed: bool = True
+    """Whether the first bit is a sign; formats of scales have none."""
 
 
 @dataclass(frozen=True)
@@ -331,15 +360,24 @@ class Matmul(ABC):
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
+        """``a @ b`` for ``a [..., M, K]`` and ``b [..., K, N]``, batches broadcast; differentiable. Accumulated in
+        float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``). Operands that don't fit raise
+        ``ValueError`` or ``Unsupported``."""
 
     @abstractmethod
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
-        """``x`` in ``format`` with scales made as ``scaling`` says. Raises ``Unsupported`` with the reason."""
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+        """``x``, a matrix, in ``format`` with scales made as ``scaling`` says: a name of
+        :data:`accelbridge.precision.scalings.SCALINGS`. Rounds to nearest, ties to even, once. Raises
+        ``Unsupported`` with the reason; cells of the capability table: ``("quantize", format, scaling)``."""
 
     @abstractmethod
-    def scaled_mm(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Product of two quantized tensors. Raises ``Unsupported`` with the reason."""
+    def scaled_mm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b + bias`` of the dequantized matrices, rounded once to ``out_dtype``. Scales may change along K only
+        every so many terms: quantize what lies along K in rows and hand ``b`` over as ``quantize(w, ...).t()``.
+        Raises ``Unsupported`` with the reason; cells of the capability table: ``("scaled_mm", format, scaling)``,
+        with limits on ``m``, ``k``, ``n``. Where the operands' formats or scalings differ, "A x B" names both."""
 
 
 class Attention(ABC):
@@ -362,7 +400,8 @@ class Attention(ABC):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``softmax(mask(softcap(q k^T * scale))) v`` as ``out_BHSD``, with ``lse_BHS`` (natural logarithm,
-        float32) when asked. ``scale`` defaults to ``D ** -0.5``; a row that sees nothing gives 0 and -inf."""
+        float32) when asked; differentiable through both. ``scale`` defaults to ``D ** -0.5``; a row that sees
+        nothing gives 0 and -inf. Arguments that don't fit raise ``ValueError`` or ``Unsupported``."""
 
 
 class Transfer(ABC):
@@ -374,7 +413,10 @@ class Transfer(ABC):
 
 
 class Offload(ABC):
-    """Movement of tensors between the device, host memory and files."""
+    """Movement of tensors between the device, host memory and files.
+
+    A copy sees all work that was queued on the device before it was started, and none of what is queued after.
+    """
 
     @abstractmethod
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Transfer:
@@ -552,6 +594,9 @@ class Backend(ABC):
     """torch.distributed backend, one name or one per device type: "gloo", "cpu:gloo,acme:acmeccl"."""
     accelerator: ClassVar[bool] = True
     """Automatic choice prefers an available accelerator; two available ones are an error that names both."""
+    hidden_by: ClassVar[Mapping[str, str]] = {}
+    """Environment variables, with values, under which a new process sees no device of this vendor; empty where devices
+    cannot be hidden. The conformance suite sets them to see how their absence is reported."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 

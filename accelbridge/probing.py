@@ -206,6 +206,7 @@ def _plain_device(device: object) -> bool:
         and type(device.index) is int
         and isinstance(device.chip, str)
         and (device.memory_bytes is None or type(device.memory_bytes) is int)
+        and isinstance(device.path, str)
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelbridge import ops
 from accelbridge.backend import Backend, Capabilities, Request, World
 from accelbridge.conformance import checks, falsify
 from accelbridge.conformance.checks import Verdict
@@ -56,6 +57,10 @@ class Findings:
     """The worst value of each metric: name, value, limit, tier, worst_index."""
     fetched: int = 0
     """Tensors that came from the device of the backend."""
+    cells: set[tuple[str, str, str]] = field(default_factory=set)
+    """Cells of the capability table that the test exercised."""
+    emulated: bool = False
+    """Whether one of them, or what the test is about, is emulated on this backend."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts that were probed, by capability or fact name: what INF-007 compares with the claims."""
 
@@ -76,6 +81,8 @@ class Bench:
     """A store that all ranks of this test see, with keys of its own; None on one rank."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the backend, as they were given."""
+    phase: int = 0
+    """Which of the case's phases this is; those before the last need no checks."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
     answer: Callable[[bool], None] = lambda final: None
@@ -130,16 +137,24 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``interface`` is the method of the backend's own interface, where the
-        op has one."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the
+        method of the backend's own interface, where the op has them."""
         found: list[tuple[str, Callable[..., Any]]] = []
+        if request.op in ops.NAMES:
+            found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):
             found.append(("interface", method))
-        for candidate in self.backend.implementations():
-            if candidate.op == request.op and self.run(candidate.supports, request):
-                found.append((candidate.name, self.run(candidate.load)))
-        return found
+        self.covers(request.op, request.dtype, request.variant)
+        fitting = (c for c in self.backend.implementations() if c.op == request.op and self.run(c.supports, request))
+        return [*found, *((candidate.name, self.run(candidate.load)) for candidate in fitting)]
+
+    def covers(self, op: str, dtype: str, variant: str = "") -> None:
+        """Say that this test shows the cell (op, dtype, variant) to be right; ``candidates`` and ``require`` say so
+        themselves."""
+        self.found.cells.add((op, dtype, variant))
+        if self.capabilities.support(op, dtype, variant).level == "emulated":
+            self.found.emulated = True
 
     def supported(self, op: str, dtype: str, variant: str = "") -> bool:
         """Whether the backend states that it does this; for choosing what a test tries, never for skipping it."""
@@ -150,6 +165,7 @@ class Bench:
         not, an absent cell is a failure (CAPABILITY)."""
         support = self.capabilities.support(op, dtype, variant)
         if support:
+            self.covers(op, dtype, variant)
             return
         if (op, dtype, variant) in self.case.optional:
             raise NotSupported(f"{op} {dtype} {variant}: {support.reason}".strip())
@@ -186,9 +202,10 @@ class Bench:
 
     # ----------------------------------------------------------------------------------------------- checks
 
-    def equal(self, got: Tensor, want: Tensor, code: str = "EXACT", name: str = "") -> None:
-        """The same shape, dtype and bits as the host tensor ``want``."""
-        self._judge(checks.equal(self.fetch(got), want), code, name)
+    def equal(self, got: Tensor, want: Tensor, code: str = "EXACT", name: str = "", host: bool = False) -> None:
+        """The same shape, dtype and bits as the host tensor ``want``. ``host``: ``got`` must lie on the host too, as
+        what offloading returns."""
+        self._judge(checks.equal(self.fetch(got, host), want), code, name)
 
     def within(self, got: Tensor, want: Tensor, bound: Tensor | float, code: str = "BOUND", name: str = "") -> None:
         """|got - want| <= bound for every element, in float64."""
@@ -256,14 +273,16 @@ class Bench:
             self.fail("RAISED", f"raised {type(error).__name__}: {_first_line(error)}")
             raise Abandoned from error
 
-    def fetch(self, got: Tensor) -> Tensor:
-        """A host copy of what the backend produced, which must be a plain tensor on the backend's device."""
+    def fetch(self, got: Tensor, host: bool = False) -> Tensor:
+        """A host copy of what the backend produced, which must be a plain tensor on the backend's device, or on the
+        ``host``."""
         if not isinstance(got, Tensor):
             self.fail("TYPE", f"a tensor expected, found {type(got).__name__}")
             raise Abandoned
-        if got.device.type != self.device.type:
-            self.fail("DEVICE", f"the result lies on {got.device}, not on {self.device}")
-        else:
+        place = "cpu" if host else self.device.type
+        if got.device.type != place:
+            self.fail("DEVICE", f"the result lies on {got.device}, not on {place if host else self.device}")
+        elif not host:
             self.found.fetched += 1
         host = got.detach().to("cpu", copy=True)
         return falsify.corrupt(host, self.falsification) if self.falsification else host

@@ -75,7 +75,8 @@ def equal(got: Tensor, want: Tensor) -> Verdict:
         x.reshape(-1) if not x.is_complex() else torch.view_as_real(x).reshape(-1) for x in (got, want)
     )
     where = _index(first, want.shape) if not want.is_complex() else (first,)
-    text = f"{count} of {wrong.numel()} elements differ, first at {where}: {flat_got[first].item()!r}, expected {flat_want[first].item()!r}"
+    found, expected = flat_got[first].item(), flat_want[first].item()
+    text = f"{count} of {wrong.numel()} elements differ, first at {where}: {found!r}, expected {expected!r}"
     return Verdict(False, "different elements", float(count), 0.0, want.numel(), text, where)
 
 

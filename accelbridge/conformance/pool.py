@@ -1,11 +1,12 @@
 """The ranks of one world size as processes: hand them a test, hear what became of it on every rank.
 
-Any rank's failure fails the test, a rank that dies or says nothing is an outcome, and every exit code is read. Ranks are
-kept from test to test while all is well; tests of faults get new ones.
+Any rank's failure fails the test, a rank that dies or says nothing is an outcome, and every exit code is read. Ranks
+are kept from test to test while all is well; tests of faults get new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -51,6 +52,9 @@ class Outcome:
     comparisons: int = 0
     metrics: list[dict[str, Any]] = field(default_factory=list)
     on_device: str = "unproven"
+    emulated: bool = False
+    cells: list[tuple[str, str, str]] = field(default_factory=list)
+    """[op, dtype, variant] of what it exercised."""
     notes: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
@@ -67,11 +71,14 @@ class Pool:
         self._buffers: list[bytes] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._name = ""
+        self.introduction: dict[str, Any] = {}
+        """What rank 0 said about its backend when it was ready."""
+        self._broken = ""
+        """Why these ranks cannot start at all; asked once, or a plugin that hangs would cost every test its time."""
 
     # ------------------------------------------------------------------------------------------- processes
 
     def _start(self) -> str:
-        """Start the ranks; returns why they can't be used, or nothing."""
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="accelbridge-conform-", ignore_cleanup_errors=True)
         self._name = f"world{self.world}-{uuid.uuid4().hex[:8]}"
@@ -89,7 +96,15 @@ class Pool:
                 if not message["ready"]:
                     return str(message["error"])
                 waiting.discard(rank)
+                if rank == 0:
+                    self.introduction = message
         return ""
+
+    def start(self) -> str:
+        """Start the ranks now, where they are not running; returns why they can't be used, or nothing."""
+        if not self._broken and not self._processes:
+            self._broken = self._start()
+        return self._broken
 
     def _spawn(self, rank: int, folder: str) -> None:
         receive, send = os.pipe()
@@ -132,16 +147,12 @@ class Pool:
     def close(self) -> None:
         """End the ranks, at once."""
         for process in self._processes:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # gone, and its children with it
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # gone, and its children with it
             process.wait()
             if process.stdin:
-                try:
+                with contextlib.suppress(BrokenPipeError):  # it died with something unread
                     process.stdin.close()
-                except BrokenPipeError:
-                    pass  # it died with something unread
         for pipe in self._pipes:
             os.close(pipe)
         self._processes, self._pipes, self._buffers = [], [], []
@@ -152,24 +163,44 @@ class Pool:
     # ---------------------------------------------------------------------------------------------- a test
 
     def run(
-        self, id: str, seed: int, timeout_s: float, *, fresh: bool, exits: bool, falsification: str = ""
+        self,
+        id: str,
+        seed: int,
+        timeout_s: float,
+        *,
+        fresh: bool,
+        exits: bool,
+        phases: int = 1,
+        falsification: str = "",
     ) -> Outcome:
-        """Run one test on all ranks."""
-        if fresh or not self._processes:
-            why = self._start()
-            if why:
-                self.close()
-                # The same code broke while it was loaded: not one test's doing, but this test did not run.
-                return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
-        start, token = time.monotonic(), f"{id}-{uuid.uuid4().hex[:8]}"
-        request = json.dumps({"id": id, "seed": seed, "token": token, "falsification": falsification}) + "\n"
+        """Run one test on all ranks, ``phases`` times in new processes that share a folder."""
+        token = f"{id}-{uuid.uuid4().hex[:8]}"
+        request = {"id": id, "seed": seed, "token": token, "falsification": falsification, "phase": 0, "kept": ""}
+        if phases == 1:
+            return self._once(request, timeout_s, fresh, exits)
+        seconds = 0.0
+        with tempfile.TemporaryDirectory(prefix="accelbridge-conform-", ignore_cleanup_errors=True) as kept:
+            for phase in range(phases):
+                outcome = self._once(request | {"phase": phase, "kept": kept}, timeout_s, True, exits)
+                outcome.duration_s = seconds = outcome.duration_s + seconds
+                if outcome.status != Status.PASS:
+                    break
+        return outcome
+
+    def _once(self, request: Mapping[str, Any], timeout_s: float, fresh: bool, exits: bool) -> Outcome:
+        id = request["id"]
+        if not self._broken and (fresh or not self._processes):
+            self._broken = self._start()
+        if self._broken:
+            self.close()
+            # The same code broke while it was loaded: not one test's doing, but this test did not run.
+            return Outcome(id, self.world, Status.CRASH, "START", self._broken, log=self._name)
+        start = time.monotonic()
         for process in self._processes:
             assert process.stdin is not None
-            try:
-                process.stdin.write(request)
+            with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died since the last test; heard of below
         answers, late = self._collect(start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)
         outcome.duration_s, outcome.log = time.monotonic() - start, self._name
@@ -212,7 +243,9 @@ class Pool:
 
     def _hear(self, ranks: set[int], deadline: float) -> dict[int, dict[str, Any] | None]:
         """The next message of at least one of ``ranks``, None for one that ended; nothing when time is up."""
-        heard: dict[int, dict[str, Any] | None] = {rank: json.loads(line) for rank in ranks if (line := self._line(rank))}
+        heard: dict[int, dict[str, Any] | None] = {
+            rank: json.loads(line) for rank in ranks if (line := self._line(rank))
+        }
         if heard:
             return heard
         with selectors.DefaultSelector() as selector:
@@ -242,22 +275,7 @@ class Pool:
     def _merge(
         self, id: str, answers: Mapping[int, dict[str, Any] | None], late: set[int], exits: bool, timeout_s: float
     ) -> Outcome:
-        rows: list[dict[str, Any]] = []
-        for rank in range(self.world):
-            answer = answers.get(rank)
-            if answer is not None:
-                rows.append({"exit_code": None, **answer})
-            elif rank in late:
-                text = f"rank {rank} said nothing for {timeout_s:g} s"
-                rows.append(
-                    {"rank": rank, "status": Status.TIMEOUT, "code": "HANG", "message": text, "exit_code": None}
-                )
-            else:
-                code = self._processes[rank].wait()
-                text = f"rank {rank} ended with {self._ended(rank)}"
-                gone = Status.PASS if exits and rank else Status.CRASH
-                rows.append({"rank": rank, "status": gone, "code": "" if gone == Status.PASS else "DIED", "message": text,
-                             "exit_code": code})  # fmt: skip
+        rows = [self._row(rank, answers.get(rank), rank in late, exits, timeout_s) for rank in range(self.world)]
         failed = [row for row in rows if row["status"] == Status.FAIL]
         # A rank that failed leaves the others waiting for it: theirs is a consequence.
         status = Status.FAIL if failed else merge_ranks(Status(row["status"]) for row in rows)
@@ -277,6 +295,22 @@ class Pool:
             comparisons=sum(answer["comparisons"] for answer in told),
             metrics=list(metrics.values()),
             on_device="proven" if proven else "unproven",
+            emulated=any(answer["emulated"] for answer in told),
+            cells=sorted({tuple(cell) for answer in told for cell in answer["cells"]}),
             notes={k: v for answer in told for k, v in answer["notes"].items()},
             ranks=[{key: row[key] for key in ("rank", "status", "exit_code")} for row in rows],
         )  # fmt: skip
+
+    def _row(
+        self, rank: int, answer: dict[str, Any] | None, late: bool, exits: bool, timeout_s: float
+    ) -> dict[str, Any]:
+        """What became of one rank, whether it answered, was silent or ended."""
+        if answer is not None:
+            return {"exit_code": None, **answer}
+        row: dict[str, Any] = {"rank": rank, "code": "", "exit_code": None}
+        if late:
+            return {**row, "status": Status.TIMEOUT, "code": "HANG", "message": f"no answer in {timeout_s:g} s"}
+        row |= {"exit_code": self._processes[rank].wait(), "message": f"ended with {self._ended(rank)}"}
+        if exits and rank:
+            return {**row, "status": Status.PASS}
+        return {**row, "status": Status.CRASH, "code": "DIED"}

@@ -33,7 +33,7 @@ def main() -> None:
         traceback.print_exc()
         _say(replies, {"ready": False, "error": f"{type(error).__name__}: {error}"})
         raise
-    _say(replies, {"ready": True, "chip": rank.capabilities.chip.name, "device": str(rank.device)})
+    _say(replies, {"ready": True, **rank.introduce()})
     for line in sys.stdin:
         _say(replies, rank.answer(json.loads(line), functools.partial(_say, replies)))
     os._exit(0)  # a group that has failed can block or abort while it is torn down
@@ -65,6 +65,7 @@ class _Rank:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         probe = selection.probe
         chip = probe.devices[rank % len(probe.devices)].chip if probe.devices else "unknown"
+        self.selection = selection
         self.capabilities = self.backend.capabilities(chip, probe.software)
         self.device = self.backend.device.bind(self.world)
         self.store: Any = self._connect() if size > 1 else None
@@ -91,11 +92,48 @@ class _Rank:
             time.sleep(0.02)
         return dist.TCPStore("127.0.0.1", int(Path(port).read_text()), self.world.size, False, limit)
 
+    def introduce(self) -> dict[str, Any]:
+        """What the report says about this process's backend. The parent asks a child, so that no plugin is ever
+        loaded where the report is written."""
+        import torch
+
+        from accelbridge.conformance.evidence import strength
+        from accelbridge.conformance.patched import patched_names
+
+        probe, candidate = self.selection.probe, self.selection.candidate
+        table = self.capabilities.table
+        return {
+            "backend": {
+                "name": self.backend.name,
+                "distribution": candidate.distribution,
+                "version": candidate.version,
+                "api_version": ".".join(map(str, self.backend.api_version)),
+                "accelerator": self.backend.accelerator,
+                "device_type": self.backend.device_type,
+                "execution": self.backend.execution.model,
+                "options": self.settings["options"],
+            },
+            "chip": self.capabilities.chip.name,
+            "devices": [vars(device) for device in probe.devices],
+            "device_count": self.backend.device.count(),
+            "software": dict(probe.software),
+            "facts": dict(probe.facts),
+            "torch": torch.__version__,
+            "cells": [
+                {"op": op, "dtype": dtype, "variant": variant, "level": cell.level, "reason": cell.reason,
+                 "lowering": cell.lowering}
+                for (op, dtype, variant), cell in sorted(table.items())
+            ],
+            "patched": patched_names(),
+            "stated": dict(self.capabilities.facts),
+            "strength": strength(self.backend, probe),
+        }  # fmt: skip
+
     def answer(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
         """Run one test and return what became of it; ``say`` is for what must be told while it runs."""
         from accelbridge.conformance.bench import Bench
 
-        folder = Path(self.settings["folder"]) / request["token"]
+        folder = Path(request["kept"] or self.settings["folder"]) / request["token"]
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(
             case=self.cases[request["id"]],
@@ -106,6 +144,7 @@ class _Rank:
             folder=folder,
             seed=request["seed"],
             options=dict(self.settings["options"]),
+            phase=request["phase"],
             falsification=request["falsification"],
         )
         launched = self.backend.device.launches()
@@ -119,7 +158,7 @@ class _Rank:
 
         bench.answer = early
         status, code, message = self._run(bench, request["token"])
-        if self.world.rank == 0 and status != Status.FAIL:
+        if self.world.rank == 0 and status != Status.FAIL and not request["kept"]:
             shutil.rmtree(folder, ignore_errors=True)
         return {**_answer(bench, request["token"], status, code, message), "on_device": self._proof(bench, launched)}
 
@@ -144,6 +183,8 @@ class _Rank:
                 if _ours(error):
                     return Status.INTERNAL_ERROR, "", text
                 return Status.FAIL, "RAISED", text
+        if not bench.found.failures and bench.phase < bench.case.phases - 1:
+            return Status.PASS, "", ""  # what it prepared is compared in a later phase
         return _judged(bench.found)
 
     def _execute(self, bench: Any, token: str) -> None:
@@ -186,6 +227,8 @@ def _answer(bench: Any, token: str, status: Status, code: str, message: str) -> 
         "message": message,
         "comparisons": bench.found.comparisons,
         "metrics": list(bench.found.metrics.values()),
+        "emulated": bench.found.emulated,
+        "cells": sorted(bench.found.cells),
         "notes": bench.found.notes,
     }
 

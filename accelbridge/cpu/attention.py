@@ -16,6 +16,7 @@ from accelbridge.portable.attention import PortableAttention
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NEEDS = frozenset({"causal", "window", "segments", "gqa"})
+_KERNEL = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
 _LACKS = {
     "softcap": "torch's fused CPU attention cannot cap scores",
     "lse": "torch's fused CPU attention does not return the logarithm of the softmax sum",
@@ -77,7 +78,7 @@ class CpuAttention(PortableAttention):
     """The fused kernel where its rules hold, the portable reference elsewhere."""
 
     def implementations(self) -> Sequence[Implementation]:
-        return (Implementation(op="attention", name="sdpa", supports=supports, load=_load),)
+        return (Implementation(op="attention", name="sdpa", supports=supports, load=_load, launches=_KERNEL),)
 
     def attention(
         self,

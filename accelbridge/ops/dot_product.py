@@ -110,6 +110,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float 
             f"attention was asked over {q.dtype}, whose numbers cannot hold its result; use float32, bfloat16, float16 "
             "or float64"
         )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention takes one device; found q on {q.device}, k on {k.device}, v on {v.device}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"attention takes a positive softcap or None; found {softcap}")
     check_mask(mask, q.shape[0], q.shape[2], k.shape[2])

@@ -156,7 +156,7 @@ def average_is_sum(patch: Patch) -> None:
 @mutant(
     "L7",
     "the output keeps what it held before",
-    {name: "EXACT" for name in ("COL-001", "COL-005", "COL-007", "COL-014", "COL-017", "COL-019")},
+    dict.fromkeys(("COL-001", "COL-005", "COL-007", "COL-014", "COL-017", "COL-019"), "EXACT"),
 )
 def stale_output(patch: Patch) -> None:
     def spoil(call: Call, group: Any) -> Callable[[], object]:
@@ -268,7 +268,11 @@ def eights_added(patch: Patch) -> None:
 # --------------------------------------------------------------------------------- wrong ranks, groups and order
 
 
-@mutant("L9", "another root is taken", {"COL-005": "EXACT", "COL-006": "EXACT", "COL-010": ("EXACT", "RAISED"), "FLT-009": "ERROR"})
+@mutant(
+    "L9",
+    "another root is taken",
+    {"COL-005": "EXACT", "COL-006": "EXACT", "COL-010": ("EXACT", "RAISED"), "FLT-009": "ERROR"},
+)
 def wrong_root(patch: Patch) -> None:
     def change(call: Call, group: Any) -> Call:
         if call.op not in ("broadcast", "reduce"):

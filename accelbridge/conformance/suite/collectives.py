@@ -397,7 +397,7 @@ def asynchronous(t: Bench) -> None:
     parts = _parts(t, repeats, size)
     mine, found = _mine(t, parts), []
     for i in range(repeats):
-        if late.get((4 * i // repeats)) == i and i % t.world.size == t.world.rank:
+        if late.get(4 * i // repeats) == i and i % t.world.size == t.world.rank:
             time.sleep(0.05)
         slow = mine[i] * 1.0  # queued where the device works by itself
         work = t.run(dist.all_reduce, slow, async_op=True)
