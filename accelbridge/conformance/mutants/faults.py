@@ -87,7 +87,7 @@ def mismatch_succeeds(patch: Patch) -> None:
     patch(InterposedGroup, "_run", _run)
 
 
-@mutant("L21", "the end of another rank goes unnoticed", {"FLT-005": "ERROR", "FLT-006": "ERROR", "FLT-014": "TIMEOUT"})
+@mutant("L21", "the end of another rank goes unnoticed", {"FLT-005": "ERROR", "FLT-006": "ERROR", "FLT-014": "TIMEOUT", "FLT-017": "ERROR"})
 def death_unnoticed(patch: Patch) -> None:
     def wait(inner: Any, self: Any, timeout: timedelta = timedelta(0)) -> bool:
         try:

@@ -13,23 +13,28 @@ processes of its own.
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge.backend import Format, Mask, Request, World
-from accelbridge.conformance.bench import Bench, TooSmall, is_unsupported
+from accelbridge.conformance.bench import Bench, is_unsupported
+from accelbridge.conformance.launched import PIDS, RAISED
 from accelbridge.conformance.oracle import collectives as oracle
 from accelbridge.conformance.registry import case
+from accelbridge.conformance.suite.trainer_support import BATCH, Given, Inner, Rows, equal_all, on_host, state, step, trainer
 from accelbridge.errors import AccelbridgeError, CollectiveMismatch
 
 NO_RANKS = "one process drives all devices: there is no second caller that could call differently, or be missing"
@@ -375,6 +380,104 @@ def groups_without_me(t: Bench) -> None:
     _works(t, "in the world")
 
 
+# ------------------------------------------------------------------------------------------- launcher, restarts
+
+
+@case("FLT-014", "train", group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+def launcher_tells(t: Bench) -> None:
+    """One of two launched ranks raises: the launcher returns a code that is not 0, names that rank, and has ended the
+    other, which waits in a collective, within 10 s of the error."""
+    from accelbridge.launch.local import launch
+
+    settings = {"backend": t.backend.name, "options": t.options, "folder": str(t.folder)}
+    command = [sys.executable, "-P", "-m", "accelbridge.conformance.launched", json.dumps(settings)]
+    said = io.StringIO()
+    with _unlaunched(), redirect_stderr(said), t.ends_within(120.0, "the launcher"):
+        code = t.run(launch, command, 2, t.backend.collectives, None, t.folder)
+    ended = time.time()
+    raised_at = float((t.folder / RAISED).read_text())
+    t.at_most(ended - raised_at, 10.0, "seconds from the error to the end of the launcher", code="TIMEOUT")
+    t.same(code != 0, True, f"the launcher's exit code {code}", "ERROR")
+    t.same("rank 1" in said.getvalue(), True, f"names rank 1: {said.getvalue()!r}", "ERROR")
+    left = [pid for pid in (t.folder / PIDS).read_text().split() if _runs(int(pid))]
+    t.same(left, [], "launched ranks that still run", "ERROR")
+
+
+@contextmanager
+def _unlaunched() -> Iterator[None]:
+    """Without the variables of the launcher that started this process itself."""
+    mine = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.pop(name) for name in mine if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_VICTIMS = (7, 3, 0)
+
+
+@case("FLT-017", "scale", worlds=(8,), group=False, fresh=True, phases=4, timeout_s=400.0, spmd=NO_RANKS)
+def kills_and_restarts(t: Bench) -> None:
+    """Rank 7, 3 or 0 of 8 is killed in the middle of a step: every survivor gets an error within the time limit + 20 s,
+    and new processes that resume from the checkpoint end with the bits of a run that nobody killed.
+
+    Three runs of two steps that are saved and a third that is not; the fourth goes on to the end. AdamW, sharded.
+    """
+    limits = {"timeout": 15, "heartbeat_timeout": 15, "agreement_timeout": 120}
+    shapes = {"weight": (12, 8), "bias": (9,)}
+    count = sum(math.prod(shape) for shape in shapes.values())
+    rows = Rows(x=t.normal(8 * BATCH, count, name="gradients"))
+
+    def model() -> Given:
+        return Given(**{name: t.normal(*shape, name=name) for name, shape in shapes.items()})
+
+    sections: dict[str, Any] = {"train": {"steps": 8}, "parallel": limits, "optimizer": {"lr": 2.0**-5}}
+    resume = "auto" if t.phase else "none"
+    with trainer(t, "killed", model(), rows, loss=Inner(), resume=resume, **sections) as run:
+        t.same(run.step, 2 * t.phase, "step at which it goes on", code="STEPS")
+        for _ in range(2):
+            step(t, run)
+        if t.phase < len(_VICTIMS):
+            t.run(run.save)
+            _meet(t, "saved")
+            if t.world.rank == _VICTIMS[t.phase]:
+                t.die()
+            with t.ends_within(15.0 + _LATE_S, "a step with a rank that is gone"):
+                t.raises(Exception, lambda: run.execution.read_sums([run.train_step(run.loader.step(run.position))["loss"]]))
+            t.answer(0)  # closing a trainer that has lost a rank is no question of this test
+        got = on_host(state(t, run))
+    with trainer(t, "straight", model(), rows, loss=Inner(), **sections) as run:
+        for _ in range(8):
+            step(t, run)
+        equal_all(t, state(t, run), got)
+
+
+@case("FLT-019", "scale", worlds=(8,), group=False, fresh=True, timeout_s=120.0, spmd=NO_RANKS)
+def slow_but_well(t: Bench) -> None:
+    """A rank that comes 2 s late to each of three steps is no fault: nobody times out, sums are exact, and barriers
+    wait for it."""
+    assert t.store is not None
+    _open(t, "group", check=False, timeout_s=5 * _LIMIT_S)
+    for number in range(3):
+        slow = 3 * number % t.world.size
+        if t.world.rank == slow:
+            time.sleep(2.0)
+            t.store.set(f"came/{number}", "1")
+        t.run(dist.barrier)
+        t.same(t.store.check([f"came/{number}"]), True, f"rank {slow} had come", "ORDER")
+        if t.world.rank == slow:
+            time.sleep(2.0)
+        _works(t, f"step {number}")
+
+
 # ----------------------------------------------------------------------------------------------- unsupported
 
 
@@ -388,12 +491,12 @@ def unsupported_is_refused(t: Bench) -> None:
     for dtype in (torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
         name = str(dtype).removeprefix("torch.")
         a, b = (t.integers(*shape, low=0, name=f"{name}/{shape}").to(dtype) for shape in ((4, 8), (8, 6)))
-        for label, matmul in _methods(t, "matmul", name, {"m": 4, "n": 6, "k": 8}):
+        for label, matmul in t.candidates(Request("matmul", name, {"m": 4, "n": 6, "k": 8})):
             _right_or_refused(t, f"{label} {name}", a.double() @ b.double(), lambda f=matmul, a=a, b=b: f(t.put(a), t.put(b)))
         q, k, v = (t.integers(1, 2, 8, 16, low=0, name=f"{name}/{part}").to(dtype) for part in "qkv")
         weights = torch.softmax(q.double() @ k.double().transpose(-1, -2) / 4.0, -1)
         want = weights @ v.double()
-        for label, attention in _methods(t, "attention", name, {"head_dim": 16, "sequence": 8}):
+        for label, attention in t.candidates(Request("attention", name, {"head_dim": 16, "sequence": 8})):
             args = [t.put(x) for x in (q, k, v)]
             mask = Mask(causal=False)
             _right_or_refused(t, f"{label} {name}", want, lambda f=attention, args=args, mask=mask: f(*args, mask))
@@ -405,10 +508,6 @@ def unsupported_is_refused(t: Bench) -> None:
     # What is supported is not refused.
     a, b = t.integers(4, 8, name="a"), t.integers(8, 6, name="b")
     t.equal(t.run(t.backend.matmul.matmul, t.put(a), t.put(b)), (a.double() @ b.double()).float(), name="float32")
-
-
-def _methods(t: Bench, op: str, dtype: str, shape: dict[str, int]) -> list[tuple[str, Callable[..., Any]]]:
-    return t.candidates(Request(op, dtype, shape))
 
 
 def _right_or_refused(t: Bench, name: str, want: Tensor, call: Callable[[], Tensor]) -> None:
