@@ -8,6 +8,8 @@ nothing (MISTRUSTED).
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,8 +87,9 @@ class Bench:
     """Which of the case's phases this is; those before the last need no checks."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
-    answer: Callable[[bool], None] = lambda final: None
-    """Tells the parent what has been found so far; ``final``: and ends this process."""
+    answer: Callable[[int], None] = lambda ends_by: None
+    """Tells the parent what has been found so far, which counts if this process then ends by the signal ``ends_by``;
+    0: ends it here."""
 
     # ------------------------------------------------------------------------------------------------- data
 
@@ -192,13 +195,18 @@ class Bench:
 
     def _overdue(self, limit_s: float, what: str) -> None:
         self.fail("TIMEOUT", f"{what} did not end within {limit_s:g} s")
-        self.answer(True)
+        self.answer(0)
 
     def may_abort(self) -> None:
         """From here on this rank may end by SIGABRT where the backend declares that of calls that do not fit together
         (fact ``collective.on_mismatch`` = "abort"); what its checks have found until now then counts."""
         if self.capabilities.facts.get("collective.on_mismatch") == "abort":
-            self.answer(False)
+            self.answer(signal.SIGABRT)
+
+    def die(self) -> None:
+        """Kill this rank, as the test wants it: what its checks have found until now counts."""
+        self.answer(signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     # ----------------------------------------------------------------------------------------------- checks
 

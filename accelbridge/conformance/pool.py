@@ -219,11 +219,13 @@ class Pool:
                 self._abort(waiting)
                 return answers, waiting
             for rank, message in heard.items():
-                if message is not None and message.get("interim"):
+                if message is not None and message.get("ends_by"):
                     interim[rank] = message
                     continue
-                if message is None and rank in interim and self._processes[rank].wait() == -signal.SIGABRT:
-                    message = {**interim[rank], "exit_code": -signal.SIGABRT}  # an end that the backend declares
+                if message is None and rank in interim:
+                    code = self._processes[rank].wait()
+                    if code == -interim[rank]["ends_by"]:  # as the backend declares, or the test wants it
+                        message = {**interim[rank], "exit_code": code}
                 answers[rank] = message
                 waiting.discard(rank)
                 failed = message is None if not exits else False

@@ -149,11 +149,11 @@ class _Rank:
         )
         launched = self.backend.device.launches()
 
-        def early(final: bool) -> None:
+        def early(ends_by: int) -> None:
             # Of a device that hangs nothing can be asked any more.
-            proof = "unproven" if final else self._proof(bench, launched)
-            say({**_answer(bench, request["token"], *_judged(bench.found)), "on_device": proof, "interim": not final})
-            if final:
+            proof = self._proof(bench, launched) if ends_by else "unproven"
+            say({**_answer(bench, request["token"], *_judged(bench.found)), "on_device": proof, "ends_by": ends_by})
+            if not ends_by:
                 os._exit(0)
 
         bench.answer = early

@@ -346,7 +346,7 @@ def done_early(patch: Patch) -> None:
 _ALIVE: list[Any] = []
 
 
-@mutant("L23", "the barrier does not wait", {"COL-012": "ORDER"})
+@mutant("L23", "the barrier does not wait", {"COL-012": "ORDER", "FLT-019": "ORDER"})
 def barrier_open(patch: Patch) -> None:
     def issue(inner: Any, self: Any, call: Call) -> Any:
         return Done() if call.op == "barrier" else inner(self, call)
