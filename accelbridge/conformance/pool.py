@@ -178,13 +178,13 @@ class Pool:
         request = {"id": id, "seed": seed, "token": token, "falsification": falsification, "phase": 0, "kept": ""}
         if phases == 1:
             return self._once(request, timeout_s, fresh, exits)
-        seconds = 0.0
         with tempfile.TemporaryDirectory(prefix="accelbridge-conform-", ignore_cleanup_errors=True) as kept:
-            for phase in range(phases):
-                outcome = self._once(request | {"phase": phase, "kept": kept}, timeout_s, True, exits)
-                outcome.duration_s = seconds = outcome.duration_s + seconds
-                if outcome.status != Status.PASS:
-                    break
+            outcome = self._once(request | {"kept": kept}, timeout_s, True, exits)
+            for phase in range(1, phases):
+                if outcome.status == Status.PASS:
+                    seconds = outcome.duration_s
+                    outcome = self._once(request | {"kept": kept, "phase": phase}, timeout_s, True, exits)
+                    outcome.duration_s += seconds
         return outcome
 
     def _once(self, request: Mapping[str, Any], timeout_s: float, fresh: bool, exits: bool) -> Outcome:

@@ -29,7 +29,7 @@ from accelbridge.train.trainer import Trainer
 @contextmanager
 def _alone() -> Iterator[None]:
     """No sum over ranks meanwhile."""
-    with mock.patch.object(dist, "all_reduce", lambda *_, **__: None):
+    with mock.patch.object(dist, "all_reduce"):
         yield
 
 
@@ -117,7 +117,7 @@ def skips_alone(patch: Patch) -> None:
 
     def judge(inner: Any, self: Any, gradients: Gradients) -> Tensor:
         own = gradients.norms.norm()
-        return inner(self, replace(gradients, norm=own, loss=torch.zeros_like(own)))
+        return inner(self, gradients._replace(norm=own, loss=torch.zeros_like(own)))
 
     patch(LossScale, "step", step)
     patch(Guards, "mask", judge)
@@ -185,7 +185,7 @@ def padded_norm(patch: Patch) -> None:
         sharded = [p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None]
         padding = sum(-p.shape[0] % self._layout.dp_shard * (p.numel() // p.shape[0]) for p in sharded)
         norm = (norm.square() + padding).sqrt()
-        self.gradients = replace(self.gradients, norm=norm)
+        self.gradients = self.gradients._replace(norm=norm)
         if max_norm is not None:
             for p in model.parameters():
                 if p.grad is not None:
@@ -221,11 +221,7 @@ def rounded_recomputation(patch: Patch) -> None:
 
 @mutant("T18", "the rates and decays of groups are forgotten", {"TRN-010": "BOUND"})
 def no_groups(patch: Patch) -> None:
-    def rule(inner: Any, dimensions: int, group: Any, config: Any) -> Any:
-        return inner(dimensions, None, config)
+    def rules(inner: Any, shapes: Any, config: Any) -> Any:
+        return {name: groups._rule(len(shape), None, config) for name, shape in shapes.items()}
 
-    patch(
-        optim,
-        "rules",
-        lambda inner, shapes, config: {n: rule(groups._rule, len(s), None, config) for n, s in shapes.items()},
-    )
+    patch(optim, "rules", rules)

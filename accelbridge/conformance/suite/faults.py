@@ -34,7 +34,17 @@ from accelbridge.conformance.bench import Bench, is_unsupported
 from accelbridge.conformance.launched import PIDS, RAISED
 from accelbridge.conformance.oracle import collectives as oracle
 from accelbridge.conformance.registry import case
-from accelbridge.conformance.suite.trainer_support import BATCH, Given, Inner, Rows, equal_all, on_host, state, step, trainer
+from accelbridge.conformance.suite.trainer_support import (
+    BATCH,
+    Given,
+    Inner,
+    Rows,
+    equal_all,
+    on_host,
+    state,
+    step,
+    trainer,
+)
 from accelbridge.errors import AccelbridgeError, CollectiveMismatch
 
 NO_RANKS = "one process drives all devices: there is no second caller that could call differently, or be missing"
@@ -314,7 +324,11 @@ def wrong_arguments(t: Bench) -> None:
     up and ranks that do not exist are errors on every rank, and the group works on."""
     n = t.world.size
     one = t.put(torch.ones(4))
-    some, more, list_of = t.put(torch.ones(4 * n)), t.put(torch.ones(4 * n + 1)), lambda k: [one.clone() for _ in range(k)]
+    some, more, list_of = (
+        t.put(torch.ones(4 * n)),
+        t.put(torch.ones(4 * n + 1)),
+        lambda k: [one.clone() for _ in range(k)],
+    )
     calls: dict[str, Callable[[], Any]] = {
         "broadcast from no rank": lambda: dist.broadcast(one, n),
         "broadcast from a negative rank": lambda: dist.broadcast(one, -1),
@@ -451,7 +465,9 @@ def kills_and_restarts(t: Bench) -> None:
             if t.world.rank == _VICTIMS[t.phase]:
                 t.die()
             with t.ends_within(15.0 + _LATE_S, "a step with a rank that is gone"):
-                t.raises(Exception, lambda: run.execution.read_sums([run.train_step(run.loader.step(run.position))["loss"]]))
+                t.raises(
+                    Exception, lambda: run.execution.read_sums([run.train_step(run.loader.step(run.position))["loss"]])
+                )
             t.answer(0)  # closing a trainer that has lost a rank is no question of this test
         got = on_host(state(t, run))
     with trainer(t, "straight", model(), rows, loss=Inner(), **sections) as run:
@@ -492,7 +508,9 @@ def unsupported_is_refused(t: Bench) -> None:
         name = str(dtype).removeprefix("torch.")
         a, b = (t.integers(*shape, low=0, name=f"{name}/{shape}").to(dtype) for shape in ((4, 8), (8, 6)))
         for label, matmul in t.candidates(Request("matmul", name, {"m": 4, "n": 6, "k": 8})):
-            _right_or_refused(t, f"{label} {name}", a.double() @ b.double(), lambda f=matmul, a=a, b=b: f(t.put(a), t.put(b)))
+            _right_or_refused(
+                t, f"{label} {name}", a.double() @ b.double(), lambda f=matmul, a=a, b=b: f(t.put(a), t.put(b))
+            )
         q, k, v = (t.integers(1, 2, 8, 16, low=0, name=f"{name}/{part}").to(dtype) for part in "qkv")
         weights = torch.softmax(q.double() @ k.double().transpose(-1, -2) / 4.0, -1)
         want = weights @ v.double()

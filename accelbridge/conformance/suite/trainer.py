@@ -1,8 +1,8 @@
 """TRN: the sharded trainer, driven as a user drives it: a module, a data set and a recipe of one's own.
 
 Most of it is training in integers, which every layout must do with the bits of float64 (oracle/training.py).
-``torch.optim.SGD`` then stands in the place of the trainer's AdamW, whose roots are not exact; the rest of a step is the
-trainer's own.
+``torch.optim.SGD`` then stands in the place of the trainer's AdamW, whose roots are not exact; the rest of a step is
+the trainer's own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def exact_linear(t: Bench) -> None:
     """
     weight, x, y = _exact_data(t, BATCH * _STEPS)
     want = oracle.linear_descent(weight, x, y, RATE, oracle.in_order(len(x), BATCH, _STEPS))
-    sections = {"train": {"steps": _STEPS, "microbatch_size": BATCH // 2 // devices(t)}}
+    sections: dict[str, Any] = {"train": {"steps": _STEPS, "microbatch_size": BATCH // 2 // devices(t)}}
     with trainer(t, "fit", Linear(weight), Rows(x=x, y=y), loss=Squares(), sgd=RATE, **sections) as run:
         ended = t.run(run.fit)
         t.equal(weights(t, run)["weight"], want.weights[-1].float())
@@ -178,7 +178,7 @@ def uneven_targets(t: Bench) -> None:
     of_few = oracle.linear_descent(weight, x[:few], y[:few], RATE, [torch.arange(few)], counts).losses[0]
     for name, parallel in layouts(t, stages=(3,)).items():
         rows, held_out = Rows(x=x, y=y, targets=targets), Rows(x=x[:few], y=y[:few], targets=counts)
-        sections = {"parallel": parallel, "train": {"steps": steps}}
+        sections: dict[str, Any] = {"parallel": parallel, "train": {"steps": steps}}
         with trainer(t, name, Linear(weight), rows, loss=Squares(), validation=held_out, sgd=RATE, **sections) as run:
             evaluated = t.run(run.evaluate)
             for number in range(steps):
@@ -197,7 +197,7 @@ def reported_loss(t: Bench) -> None:
     after = oracle.linear_descent(want.weights[-1], x[:few], y[:few], RATE, [torch.arange(few)], counts)
     for name, parallel in layouts(t, stages=(3,)).items():
         rows, held_out = Rows(x=x, y=y, targets=targets), Rows(x=x[:few], y=y[:few], targets=counts)
-        sections = {"parallel": parallel, "train": {"steps": steps}}
+        sections: dict[str, Any] = {"parallel": parallel, "train": {"steps": steps}}
         with trainer(t, name, Linear(weight), rows, loss=Squares(), validation=held_out, sgd=RATE, **sections) as run:
             t.equal(weights(t, run)["weight"], weight, name=name)
             ended = t.run(run.fit)
@@ -334,9 +334,9 @@ class _Tied(nn.Module):
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        self.embed = nn.Embedding(*table.shape, _weight=table.clone())
+        self.embed = nn.Embedding(table.shape[0], table.shape[1])
         self.head = Linear(table)
-        self.head.weight = self.embed.weight
+        self.embed.register_parameter("weight", self.head.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embed(tokens))
@@ -354,8 +354,8 @@ def tied_embeddings(t: Bench) -> None:
         with trainer(t, name, _Tied(table), Rows(x=tokens, y=y), loss=Squares(), sgd=RATE, parallel=parallel) as run:
             for _ in range(steps):
                 step(t, run)
-            for use in ("embed", "head"):
-                t.equal(whole(t, run.model.get_submodule(use).weight.detach()), want, name=f"{name}, {use}")
+            for use in ("embed.weight", "head.weight"):
+                t.equal(whole(t, run.model.get_parameter(use).detach()), want, name=f"{name}, {use}")
 
 
 # --------------------------------------------------------------------------------------------- precision, overflow
@@ -370,7 +370,7 @@ def master_weights(t: Bench) -> None:
     signs = t.integers(7, 2, low=0, high=1, name="s") * 2 - 1
     want = sizes - signs * sizes * 64 * 2.0**-9
     for name, parallel in layouts(t, stages=(3,)).items():
-        sections = {
+        sections: dict[str, Any] = {
             "parallel": parallel,
             "precision": {"compute": "bfloat16", "params": "float32"},
             "optimizer": {"lr": 2.0**-9},
@@ -400,7 +400,7 @@ def overflow_on_one_rank(t: Bench) -> None:
     want = oracle.linear_descent(weight, x, y, RATE, oracle.in_order(len(x), BATCH, steps), skipped=(1,))
     precision = {"compute": "float16", "loss_scale": {"initial": scale, "growth_interval": 1000}}
     for name, parallel in layouts(t).items():
-        sections = {"parallel": parallel, "precision": precision, "train": {"steps": steps}}
+        sections: dict[str, Any] = {"parallel": parallel, "precision": precision, "train": {"steps": steps}}
         with trainer(t, name, Linear(weight), Rows(x=x, y=y), loss=Squares(), sgd=RATE, **sections) as run:
             for number, (scaled, skips) in enumerate(((scale, 0), (scale, 1), (scale / 2, 1))):
                 values = step(t, run)
@@ -424,13 +424,13 @@ def nonfinite_loss(t: Bench) -> None:
     y[2 * BATCH - 1, 0] = math.nan
     for name, parallel in layouts(t, stages=(1, 3)).items():
         rows, sections = Rows(x=x, y=y), {"parallel": parallel, "train": {"steps": steps}}
-        skip = sections | {"guards": {"nonfinite": "skip"}}
+        skip: dict[str, Any] = sections | {"guards": {"nonfinite": "skip"}}
         with trainer(t, f"skip, {name}", Linear(weight), rows, loss=Squares(), sgd=RATE, **skip) as run:
             for number in range(steps):
                 step(t, run)
                 t.equal(weights(t, run)["weight"], good.weights[number + 1].float(), name=f"step {number + 1}, {name}")
     # Once: how it stops does not depend on the layout.
-    stop = {"train": {"steps": steps}, "guards": {"nonfinite": "stop"}}
+    stop: dict[str, Any] = {"train": {"steps": steps}, "guards": {"nonfinite": "stop"}}
     with trainer(t, "stop", Linear(weight), Rows(x=x, y=y), loss=Squares(), sgd=RATE, **stop) as run:
         error = t.raises(NonFiniteError, run.fit, says="step 2")
     told = everyone(t, "stopped", type(error).__name__)
@@ -550,7 +550,7 @@ def resumed_run(t: Bench) -> None:
     steps, half = 6, 3
     weight, x, y = _exact_data(t, BATCH * steps)
     for name, parallel in layouts(t, stages=(3,)).items():
-        sections = {"parallel": parallel, "data": {"shuffle": True}, "train": {"steps": steps},
+        sections: dict[str, Any] = {"parallel": parallel, "data": {"shuffle": True}, "train": {"steps": steps},
                     "optimizer": {"weight_decay": 0.1}}  # fmt: skip
         straight, resumed = _Remembering(), _Remembering()
         with trainer(t, name, Linear(weight), Rows(x=x, y=y), loss=straight, **sections) as run:
@@ -564,7 +564,7 @@ def resumed_run(t: Bench) -> None:
             t.same(run.step, half, f"step, {name}", code="STEPS")
             t.same(_some_steps(t, run, steps - half), losses, f"losses, {name}", code="LOSS")
             equal_all(t, state(t, run), want, name)
-        seen = sorted(sum(everyone(t, name, resumed.seen), []))
+        seen = sorted(sample for part in everyone(t, name, resumed.seen) for sample in part)
         t.same(seen, list(range(half * BATCH, steps * BATCH)), f"samples, {name}", code="ORDER")
 
 
