@@ -13,6 +13,8 @@ import accelbridge
 
 CORE = Path(accelbridge.__file__).parent
 ROOT = CORE.parent
+MUTANTS = CORE / "conformance" / "mutants"
+"""Seeded defects of the reference backend, to prove the conformance suite by."""
 
 VENDORS = frozenset(
     {"cuda", "nccl", "cudnn", "nvidia", "rocm", "hip", "rccl", "hipblas", "amd", "hpu", "gaudi", "hccl", "habana",
