@@ -272,7 +272,7 @@ def rounds_toward_zero(patch: Patch) -> None:
     declare(patch, matmul__accumulator="float32_toward_zero")
 
 
-@benign("B9", "rounds float32 operands to TF32, as declared", ("MM",))
+@benign("B11", "rounds float32 operands to TF32, as declared", ("MM",))
 def declared_tf32(patch: Patch) -> None:
     bind(patch, _checked(_in_tf32))
     declare(patch, matmul__float32="tf32")

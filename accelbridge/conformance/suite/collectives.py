@@ -88,8 +88,8 @@ def reduction_precision(t: Bench) -> None:
             t.within(x, want, bound, name=f"all_reduce {name} {kind.__name__}")
             chunk = _garbage(t, 1001, dtype=dtype)
             t.run(dist.reduce_scatter_tensor, chunk, _mine(t, parts))
-            here = [oracle.chunk(whole, t.world.rank, t.world.size) for whole in (want, bound)]
-            t.within(chunk, *here, name=f"reduce_scatter {name} {kind.__name__}")
+            mine, limit = (oracle.chunk(whole, t.world.rank, t.world.size) for whole in (want, bound))
+            t.within(chunk, mine, limit, name=f"reduce_scatter {name} {kind.__name__}")
 
 
 @case("COL-003", "train", worlds=(3,), spmd=NO_RANKS)
@@ -109,8 +109,8 @@ def average_and_product(t: Bench) -> None:
         t.run(dist.all_reduce, x, op=dist.ReduceOp.AVG)
         t.within(x, want, bound, name=f"AVG {dtype}")
         t.run(dist.reduce_scatter_tensor, chunk, _mine(t, every), op=dist.ReduceOp.AVG)
-        here = [oracle.chunk(whole, t.world.rank, n) for whole in (want, bound)]
-        t.within(chunk, *here, name=f"reduce_scatter AVG {dtype}")
+        mine, limit = (oracle.chunk(whole, t.world.rank, n) for whole in (want, bound))
+        t.within(chunk, mine, limit, name=f"reduce_scatter AVG {dtype}")
         powers = [torch.exp2(part.double() / 4).trunc().sign() * torch.exp2((part.double() / 4).trunc())
                   for part in _parts(t, size, dtype=torch.float64, name="product")]  # fmt: skip
         x = t.put(powers[t.world.rank].to(dtype))
