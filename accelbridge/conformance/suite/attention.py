@@ -139,6 +139,12 @@ def _backward(t: Bench, call: _Call, dout: Tensor) -> Iterator[tuple[str, Tensor
             yield f"{what} of {name}", got, exact, bound
 
 
+def _floor(t: Bench, dtype: torch.dtype) -> float:
+    """SQNR that a good kernel reaches; with float32 inputs in TF32, as declared, little more than float16 does."""
+    tf32 = dtype == F32 and Arithmetic.declared(t.capabilities.facts).operand > 0.0
+    return SQNR_DB[F16] - 6.0 if tf32 else SQNR_DB[dtype]
+
+
 def _by_head(x: Tensor) -> Tensor:
     """[B, H, S, D] as one row per head of a sequence."""
     return x.reshape(x.shape[0] * x.shape[1], -1)
@@ -298,7 +304,7 @@ def backward(t: Bench) -> None:
             dout = t.normal(*call.q.shape, name="dout", dtype=dtype)
             for name, got, exact, bound in _backward(t, call, dout):
                 t.within(got, exact, bound, name=name)
-                t.sqnr(_by_head(got), _by_head(exact), SQNR_DB[dtype], name=name)
+                t.sqnr(_by_head(got), _by_head(exact), _floor(t, dtype), name=name)
 
 
 @case("ATT-009", "train")
@@ -310,7 +316,7 @@ def grouped_gradients(t: Bench) -> None:
             dout = t.normal(*call.q.shape, name="dout", dtype=dtype)
             for name, got, exact, bound in _backward(t, call, dout):
                 t.within(got, exact, bound, name=f"{name}, {groups} of 8 heads")
-                t.sqnr(_by_head(got), _by_head(exact), SQNR_DB[dtype], name=f"{name}, {groups} of 8 heads")
+                t.sqnr(_by_head(got), _by_head(exact), _floor(t, dtype), name=f"{name}, {groups} of 8 heads")
 
 
 @case("ATT-010", "train")
@@ -496,9 +502,7 @@ def signal_to_noise(t: Bench) -> None:
     """
     for queries, keys, is_causal in ((1024, 192, False), (200, 200, True)):
         for dtype in _dtypes(t):
-            floor = SQNR_DB[dtype]
-            if dtype == F32 and Arithmetic.declared(t.capabilities.facts).operand:
-                floor = SQNR_DB[F16] - 6.0
+            floor = _floor(t, dtype)
             call = _normal(t, queries, keys, 64, dtype=dtype, causal=is_causal)
             for name, kernel in _kernels(t, call):
                 out = call.run(t, kernel, *_put(t, call))
