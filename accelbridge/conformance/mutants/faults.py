@@ -30,7 +30,7 @@ _FOR_EVER_S = 3600.0
 @mutant(
     "L13",
     "what fails hangs instead",
-    {name: "TIMEOUT" for name in ("FLT-001", "FLT-002", "FLT-003", "FLT-012", "FLT-022")},
+    dict.fromkeys(("FLT-001", "FLT-002", "FLT-003", "FLT-012", "FLT-022"), "TIMEOUT"),
 )
 def hangs(patch: Patch) -> None:
     def _mismatch(inner: Any, self: Any, *args: Any) -> None:
@@ -50,7 +50,7 @@ def hangs(patch: Patch) -> None:
 @mutant(
     "L14",
     "the time limit is ignored",
-    {name: "TIMEOUT" for name in ("FLT-003", "FLT-004", "FLT-010", "FLT-022")},
+    dict.fromkeys(("FLT-003", "FLT-004", "FLT-010", "FLT-022"), "TIMEOUT"),
 )
 def no_limit(patch: Patch) -> None:
     _limited(patch, lambda _: _FOR_EVER_S)
@@ -87,7 +87,11 @@ def mismatch_succeeds(patch: Patch) -> None:
     patch(InterposedGroup, "_run", _run)
 
 
-@mutant("L21", "the end of another rank goes unnoticed", {"FLT-005": "ERROR", "FLT-006": "ERROR", "FLT-014": "TIMEOUT", "FLT-017": "ERROR"})
+@mutant(
+    "L21",
+    "the end of another rank goes unnoticed",
+    {"FLT-005": "ERROR", "FLT-006": "ERROR", "FLT-014": "TIMEOUT", "FLT-017": "ERROR"},
+)
 def death_unnoticed(patch: Patch) -> None:
     def wait(inner: Any, self: Any, timeout: timedelta = timedelta(0)) -> bool:
         try:
