@@ -367,7 +367,7 @@ def tree(patch: Patch) -> None:
             every = [torch.empty_like(x) for _ in range(self.size)]
             inner(self, Call("allgather", [every], [x], c10d.AllgatherOptions())).wait()
             while len(every) > 1:
-                every = [sum(every[i + 1 : i + 2], every[i]) for i in range(0, len(every), 2)]
+                every = [torch.stack(every[i : i + 2]).sum(0, dtype=x.dtype) for i in range(0, len(every), 2)]
             x.copy_(every[0])
         return Done()
 

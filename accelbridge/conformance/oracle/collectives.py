@@ -7,8 +7,8 @@ Bounds, with u the unit roundoff of a format and gamma_k = k u / (1 - k u) (High
 Algorithms, 2nd ed., section 3.1):
 
 * a sum of n parts in any order, added in a format ``reduced`` and rounded once to ``out``:
-  ``|error| <= u_out |S| + gamma_{n-1}(u_reduced) sum_r |x_r|``. Two parts cannot show how a sum is added, since there is
-  one rounding only; three can.
+  ``|error| <= u_out |S| + gamma_{n-1}(u_reduced) sum_r |x_r|``. Two parts cannot show how a sum is added, since they
+  are rounded once only; three can.
 * an average of two parts that are not zero: 2 units in the last place of the result, because a library may divide
   before or after it adds (nccl-tests allows as much).
 """

@@ -88,8 +88,8 @@ def reduction_precision(t: Bench) -> None:
             t.within(x, want, bound, name=f"all_reduce {name} {kind.__name__}")
             chunk = _garbage(t, 1001, dtype=dtype)
             t.run(dist.reduce_scatter_tensor, chunk, _mine(t, parts))
-            mine, limit = (oracle.chunk(whole, t.world.rank, t.world.size) for whole in (want, bound))
-            t.within(chunk, mine, limit, name=f"reduce_scatter {name} {kind.__name__}")
+            want, bound = (oracle.chunk(whole, t.world.rank, t.world.size) for whole in (want, bound))
+            t.within(chunk, want, bound, name=f"reduce_scatter {name} {kind.__name__}")
 
 
 @case("COL-003", "train", worlds=(3,), spmd=NO_RANKS)
@@ -109,13 +109,18 @@ def average_and_product(t: Bench) -> None:
         t.run(dist.all_reduce, x, op=dist.ReduceOp.AVG)
         t.within(x, want, bound, name=f"AVG {dtype}")
         t.run(dist.reduce_scatter_tensor, chunk, _mine(t, every), op=dist.ReduceOp.AVG)
-        mine, limit = (oracle.chunk(whole, t.world.rank, n) for whole in (want, bound))
-        t.within(chunk, mine, limit, name=f"reduce_scatter AVG {dtype}")
-        powers = [torch.exp2(part.double() / 4).trunc().sign() * torch.exp2((part.double() / 4).trunc())
-                  for part in _parts(t, size, dtype=torch.float64, name="product")]  # fmt: skip
+        want, bound = (oracle.chunk(whole, t.world.rank, n) for whole in (want, bound))
+        t.within(chunk, want, bound, name=f"reduce_scatter AVG {dtype}")
+        powers = [_powers(part) for part in _parts(t, size, dtype=torch.float64, name="product")]
         x = t.put(powers[t.world.rank].to(dtype))
         t.run(dist.all_reduce, x, op=dist.ReduceOp.PRODUCT)
         t.equal(x, torch.stack(powers).prod(0).to(dtype), name=f"PRODUCT {dtype}")
+
+
+def _powers(x: Tensor) -> Tensor:
+    """Of two, from 2^-2 to 2^2, with signs."""
+    exponents = (x / 4).trunc()
+    return torch.exp2(exponents).where(exponents >= 0, -torch.exp2(exponents))
 
 
 @case("COL-004", "train", worlds=(3,), spmd=NO_RANKS)
@@ -424,11 +429,11 @@ def strided_tensors(t: Bench) -> None:
         gathered = torch.cat(parts)
         _strided(t, layout, "all_gather", parts, gathered, lambda x, out: dist.all_gather_into_tensor(out, x))
         splits = [[2] * n for _ in range(n)]
-        _strided(t, layout, "all_to_all", parts, oracle.exchanged(parts, splits, rank), dist_all_to_all)
+        _strided(t, layout, "all_to_all", parts, oracle.exchanged(parts, splits, rank), _all_to_all)
         _strided(t, layout, "reduce_scatter", parts, total, lambda x, out: dist.reduce_scatter(out, [x] * n))
 
 
-def dist_all_to_all(x: Tensor, out: Tensor) -> None:
+def _all_to_all(x: Tensor, out: Tensor) -> None:
     dist.all_to_all_single(out, x)
 
 
@@ -450,7 +455,7 @@ def _laid_out(t: Bench, x: Tensor, layout: str) -> Tensor:
 def _strided(
     t: Bench, layout: str, name: str, parts: list[Tensor], want: Tensor | None, call: Callable[[Tensor, Tensor], Any]
 ) -> None:
-    """``call(x, out)`` on tensors that are laid out so; the result is in ``out`` where ``call`` writes it, else in x."""
+    """``call(x, out)`` on tensors that are laid out so; the result is in ``out`` where it writes that, else in x."""
     x = _laid_out(t, parts[t.world.rank], layout)
     whole = torch.full(want.shape if want is not None else parts[0].shape, 77.0)
     out = _laid_out(t, whole, layout)
