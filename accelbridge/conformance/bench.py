@@ -292,8 +292,8 @@ class Bench:
             self.fail("DEVICE", f"the result lies on {got.device}, not on {place if host else self.device}")
         elif not host:
             self.found.fetched += 1
-        host = got.detach().to("cpu", copy=True)
-        return falsify.corrupt(host, self.falsification) if self.falsification else host
+        there = got.detach().to("cpu", copy=True)
+        return falsify.corrupt(there, self.falsification) if self.falsification else there
 
     def _judge(self, verdict: Verdict, code: str, name: str) -> None:
         self.found.comparisons += max(1, verdict.compared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class TorchDevice(Device):
         return isinstance(error, torch.OutOfMemoryError) or super().is_out_of_memory(error)
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # the host's generator, and those of devices that torch knows of
+        torch.manual_seed(_host_seed(seed))  # the host's generator, and those of devices that torch knows of
         seed_device = getattr(self._module, "manual_seed_all", None)
         if seed_device is not None:
             seed_device(seed)
@@ -65,3 +66,11 @@ class TorchDevice(Device):
         torch.set_rng_state(state["host"])
         if "device" in state:
             self._module.set_rng_state(state["device"])
+
+
+def _host_seed(seed: int) -> int:
+    """``seed``, with what it has above bit 31 folded in: of torch's seeds the host's generator, a Mersenne Twister,
+    takes 32 bits (torch 2.13: 1 and 2**32 + 1 gave the same stream)."""
+    if seed < 2**32:
+        return seed
+    return int.from_bytes(blake2b(seed.to_bytes(16, "little"), digest_size=4).digest(), "little")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from accelbridge.backend import World
@@ -20,6 +22,17 @@ class SimDevice(TorchDevice):
     def bind(self, world: World) -> torch.device:
         install(self.type)
         return super().bind(world)
+
+    def launches(self) -> int:
+        native = install(self.type).native
+        return sum(native.calls(name) for name in _kernels())
+
+
+@cache
+def _kernels() -> tuple[str, ...]:
+    """Every op that the device may be asked to run; it counts calls by these names."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return tuple(sorted(name for name in names if name.startswith("aten::")))
 
 
 class SimCollectives(TorchCollectives):

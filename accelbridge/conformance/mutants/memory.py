@@ -27,7 +27,7 @@ def stale_host_copy(patch: Patch) -> None:
     patch(PortableOffload, "to_host", to_host)
 
 
-def _memory_of(x: Tensor, count: int, offset: int) -> Tensor:
+def _memory_of(x: Tensor, count: int, offset: Any) -> Tensor:
     """``count`` elements of the memory behind ``x`` in their order there, from element ``offset`` on."""
     whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     return whole.reshape(-1)[offset : offset + count]
@@ -70,7 +70,7 @@ def past_the_end(patch: Patch) -> None:
 @mutant("M4b", "products write 16 bytes before their second operand", {"MEM-004": "CANARY"})
 def before_an_operand(patch: Patch) -> None:
     def matmul(inner: Any, self: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        count = min(16 // b.element_size(), b.storage_offset())
+        count = min(16 // b.element_size(), int(b.storage_offset()))
         _memory_of(b, count, b.storage_offset() - count).zero_()
         return inner(self, a, b, out_dtype)
 

@@ -80,7 +80,12 @@ def waiting_draws(patch: Patch) -> None:
 @mutant("R8", "generators share one state", {"RNG-007": "STREAM"})
 def shared_state(patch: Patch) -> None:
     only = torch.Generator()
-    patch(torch, "Generator", lambda inner, device=None: only)
+
+    class Shared:  # a class still, as annotations are evaluated with it
+        def __new__(cls, device: Any = None) -> Any:
+            return only
+
+    torch.Generator = Shared  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @benign("B6", "another algorithm: seeds are scrambled, and uniform draws mirrored", ("RNG",))

@@ -275,9 +275,9 @@ def _works(t: Bench, name: str) -> None:
 
 @case("MEM-007", "core")
 def out_of_memory(t: Bench) -> None:
-    """An allocation, a product and a transfer of 2^48 bytes or more raise what ``Device.is_out_of_memory`` knows; then memory
-    in use is what it was, and 64 MiB and a product are given as before. Where the chip's memory is known, it is also
-    filled block by block: what fitted before memory ran out fits again once it is given back."""
+    """An allocation, a product and a transfer of 2^48 bytes or more raise what ``Device.is_out_of_memory`` knows; then
+    memory in use is what it was, and 64 MiB and a product are given as before. Where the chip's memory is known, it is
+    also filled block by block: what fitted before memory ran out fits again once it is given back."""
     t.same(t.backend.device.is_out_of_memory(RuntimeError("shapes differ")), False, "other errors", code="ERROR")
     _works(t, "before")
     before = allocated(t)
@@ -297,7 +297,7 @@ def _fill(t: Bench, total: int) -> int:
     """How many blocks of an eighth of the chip's memory fit."""
     blocks: list[Tensor] = []
     try:
-        for _ in range(16):
+        while len(blocks) < 16:
             blocks.append(torch.empty(total // 8, dtype=torch.uint8, device=t.device))
     except Exception as error:
         t.same(t.backend.device.is_out_of_memory(error), True, "a full device", code="ERROR")

@@ -26,6 +26,11 @@ def _draw(t: Bench, size: int = 257) -> Tensor:
     return torch.cat([*made, torch.randint(0, 1000, (size,), device=t.device).float()])
 
 
+def _host(x: Tensor) -> Tensor:
+    """What later draws are compared with: never falsified, as they are."""
+    return x.detach().to("cpu", copy=True)
+
+
 def _seeded(t: Bench, seed: int) -> Tensor:
     t.run(t.backend.device.seed, seed)
     return _draw(t)
@@ -36,7 +41,7 @@ def seeds(t: Bench) -> None:
     """The same seed gives the same stream, on the device and on the host; other seeds, also ones that differ above bit
     32 alone, give others."""
     numbers = (0, 1, 1234, 2**31, 2**32, 2**32 + 1, 2**40 + 1234, 2**63 - 1)
-    first = {seed: t.fetch(_seeded(t, seed)) for seed in numbers}
+    first = {seed: _host(_seeded(t, seed)) for seed in numbers}
     for seed in numbers:
         again = _seeded(t, seed)
         t.equal(again, first[seed], name=f"seed {seed} again")
@@ -59,7 +64,7 @@ def state_restored(t: Bench) -> None:
     for name, value in state.items():
         t.same((str(value.dtype), value.device.type), ("torch.uint8", "cpu"), f"state {name}", code="STATE")
     torch.save(dict(state), t.folder / f"state{t.world.rank}")
-    want, host = t.fetch(_draw(t)), torch.rand(9)
+    want, host = _host(_draw(t)), torch.rand(9)
     restored = torch.load(t.folder / f"state{t.world.rank}", weights_only=True)
     for turn in range(3):
         t.run(device.seed, 5 + turn)
@@ -114,14 +119,14 @@ def fork_restores(t: Bench) -> None:
     """``torch.random.fork_rng`` for the device leaves the stream outside as it was, bit for bit, whatever is seeded and
     drawn inside: recomputation relies on it."""
     device = t.backend.device
-    want = t.fetch(torch.cat([_seeded(t, 77), _draw(t)]))
+    want = _host(torch.cat([_seeded(t, 77), _draw(t)]))
     host = torch.rand(9)
     outer = _seeded(t, 77)
     indices = [t.device.index or 0] if t.device.type != "cpu" else []
     with torch.random.fork_rng(devices=indices, device_type=t.device.type):
         inside = _seeded(t, 78)
         t.run(device.seed, 78)
-        t.equal(_draw(t), t.fetch(inside), code="STREAM", name="inside")
+        t.equal(_draw(t), _host(inside), code="STREAM", name="inside")
     t.equal(torch.cat([outer, _draw(t)]), want, code="STREAM", name="outside")
     t.equal(torch.rand(9), host, code="STREAM", name="outside, on the host", host=True)
 
@@ -133,7 +138,7 @@ def _masks(t: Bench, samples: Tensor, starts: tuple[int, ...], columns: int) -> 
     found = [*t.candidates(Request("dropout", "float32")), ("reference", ops.reference("dropout"))]
     drawn = [t.run(dropout, t.put(ones), t.put(keys), t.put(site), 0.5, starts) for _, dropout in found]
     for (name, _), mask in zip(found[1:], drawn[1:], strict=True):
-        t.equal(mask, t.fetch(drawn[0]), code="STREAM", name=f"dropout {name}")
+        t.equal(mask, _host(drawn[0]), code="STREAM", name=f"dropout {name}")
     return drawn[0]
 
 
@@ -154,6 +159,8 @@ def streams_of_ranks(t: Bench) -> None:
     whole = small.dropout(torch.ones(len(samples), columns * size), keys, site, 0.5).float()
     mine = slice(16 * rank, 16 * (rank + 1))
     t.equal(_masks(t, samples[mine], (0,), columns * size), whole[mine], code="STREAM", name="other samples")
+    different = {tuple(row) for row in t.fetch(_masks(t, samples, (0,), columns * size)).tolist()}
+    t.same(len(different), len(samples), "masks of samples that differ", code="STREAM")
     part = slice(columns * rank, columns * (rank + 1))
     t.equal(_masks(t, samples, (columns * rank,), columns), whole[:, part], code="STREAM", name="a slice of each")
     drawn = {"own": t.fetch(_seeded(t, 1000 + rank)), "same": t.fetch(_seeded(t, 1000))}
@@ -196,8 +203,8 @@ def generators_apart(t: Bench) -> None:
         generator = torch.Generator(device=t.device).manual_seed(seed)
         return torch.cat([torch.rand(100, device=t.device, generator=generator) for _ in range(3)])
 
-    first, second = (t.fetch(alone(seed)) for seed in (1, 2))
-    default = t.fetch(torch.cat([_seeded(t, 9), _draw(t)]))
+    first, second = (_host(alone(seed)) for seed in (1, 2))
+    default = _host(torch.cat([_seeded(t, 9), _draw(t)]))
     begun = _seeded(t, 9)
     pair = [torch.Generator(device=t.device).manual_seed(seed) for seed in (1, 2)]
     taken = [[torch.rand(100, device=t.device, generator=g) for g in pair] for _ in range(3)]
@@ -210,7 +217,7 @@ def generators_apart(t: Bench) -> None:
 def waiting_draws_nothing(t: Bench) -> None:
     """Draws don't depend on when the host waits: the same with ``synchronize``, reads of memory statistics, products
     and transfers between them."""
-    want = t.fetch(torch.cat([_seeded(t, 31), _draw(t), _draw(t)]))
+    want = _host(torch.cat([_seeded(t, 31), _draw(t), _draw(t)]))
     parts = [_seeded(t, 31)]
     for _ in range(2):
         t.backend.device.synchronize()
