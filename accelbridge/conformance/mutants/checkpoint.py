@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -133,10 +134,10 @@ def permuted_rows(patch: Patch) -> None:
 
 @mutant("K10", "the file names the device", {"CKP-011": "CONTENT"})
 def bound_to_a_device(patch: Patch) -> None:
-    def copy(inner: Any, self: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {**inner(self, state), "device": torch.device("cpu", 0)}
+    def save(inner: Any, state: dict[str, Any], **options: Any) -> Any:
+        return inner({**state, "device": torch.device("cpu", 0)}, **options)
 
-    patch(Stage, "copy", copy)
+    patch(dcp, "save", save)
 
 
 @mutant("K11", "generators are not restored", {"CKP-001": "LOSS", "CKP-002": "RNG"})

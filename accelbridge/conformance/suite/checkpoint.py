@@ -155,11 +155,12 @@ def own_generators(t: Bench) -> None:
         saved = _generators(t)
         losses = _steps(t, run, _ALL - _HALF)
         want = on_host(state(t, run))
-    t.same(len(set(everyone(t, "saved", saved))), t.world.size, "different generators", code="SAME")
+    of_ranks = everyone(t, "saved", saved)
+    t.same(len(set(of_ranks)), t.world.size, "different generators", code="SAME")
     t.backend.device.seed(12345)
     model, _ = _dropping(t)
     with trainer(t, "second", model, rows, loss=Squares(), resume=_folder(t, "first", _HALF), **_RESUMABLE) as run:
-        t.same(_generators(t), saved, "generators", code="RNG")
+        t.same(everyone(t, "loaded", _generators(t)), of_ranks, "generators of all ranks", code="RNG")
         t.same(_steps(t, run, _ALL - _HALF), losses, "losses", code="LOSS")
         equal_all(t, state(t, run), want)
 

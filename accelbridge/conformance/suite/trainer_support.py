@@ -198,8 +198,6 @@ def equal_all(
     """The same names, and the same bits under each."""
     t.same(tuple(sorted(got)), tuple(sorted(want)), f"{name} names".strip(), code="NAMES")
     for key in want.keys() & got.keys():
-        # The device may keep an integer or a float64 count in another dtype than the host's; compared are values as
-        # they were on the device before.
         t.equal(got[key], want[key], code=code, name=f"{name} {key}".strip())
 
 
