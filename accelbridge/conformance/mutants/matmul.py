@@ -176,7 +176,7 @@ def truncates_output(patch: Patch) -> None:
     bind(patch, product)
 
 
-@mutant("G11", "K = 0 leaves garbage", {"MM-007": "EXACT"})
+@mutant("G11", "K = 0 leaves garbage", {"MM-007": "EXACT", "MEM-006": "EXACT"})
 def garbage_at_k0(patch: Patch) -> None:
     def product(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
         done = right(a, b, bias, out)
