@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim test-xla test-ray parity faults certify-all install clean
+.PHONY: demo test lint types tests test-sim test-xla test-ray toy parity faults certify mutants certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -35,8 +35,22 @@ parity: install
 faults: install
 	$(BIN)/python -m tests.faults
 
+# The CPU backend at every level that one machine can show; the report goes to docs/evidence.
+certify: install
+	rm -rf docs/evidence/cpu
+	$(BIN)/accelbridge conform certify --backend cpu --level core,train,fp8,offload --out docs/evidence/cpu
+	$(BIN)/accelbridge conform verify docs/evidence/cpu
+
+# The conformance suite's self-proof: every test against every defect that it must see.
+mutants: install
+	$(BIN)/accelbridge conform mutants --out docs/evidence/mutants.md
+
+# A vendor outside the core: both wheels, in an environment and a folder that hold nothing else, certified at core.
+toy: install
+	PYTHON=$(PYTHON) examples/certify-toy.sh
+
 # Everything in full.
-certify-all: test test-sim test-xla test-ray parity faults
+certify-all: test test-sim test-xla test-ray parity faults certify mutants
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from accelbridge.parallel.layout import Layout
     from accelbridge.parallel.spec import ShardingSpec
+    from accelbridge.precision.quantized import QuantizedTensor
 
 API_VERSION = (1, 0)
 """(major, minor) of this interface. An addition raises the minor, a removal the major; the core serves the
@@ -125,6 +126,21 @@ class Capabilities:
     recompute: Support = FULL
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    """What the vendor states of its arithmetic and its library where more than one way is right; the conformance suite
+    probes each and compares. A fact that is not stated has its strictest value, named first:
+
+    - ``matmul.accumulator``: "float32" (or wider, rounded to nearest), "float32_toward_zero";
+    - ``matmul.float32``: to what operands of float32 products and attention are rounded: "float32", "tf32";
+    - ``attention.probabilities``: the dtype to which softmax is rounded before it meets the values; absent: that of
+      the query;
+    - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
+      between (strictest: "fn");
+    - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
+      "nonfinite", or "asked" where it does as ``Format.overflow`` says;
+    - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
+    - ``fp8_promotion``: where that is fewer, terms along K after which a sum moves on to float32 (strictest: 128).
+    """
     subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
     operands, as results, or both."""
@@ -216,6 +232,8 @@ class Format:
     max: float
     nan: Literal["ieee", "all_ones", "negative_zero", "none"]
     overflow: Literal["saturate", "inf", "nan"]
+    signed: bool = True
+    """Whether the first bit is a sign; formats of scales have none."""
 
 
 @dataclass(frozen=True)
@@ -341,15 +359,24 @@ class Matmul(ABC):
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """``a @ b``, accumulated in float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``)."""
+        """``a @ b`` for ``a [..., M, K]`` and ``b [..., K, N]``, batches broadcast; differentiable. Accumulated in
+        float32 or wider, rounded once to ``out_dtype`` (default: that of ``a``). Operands that don't fit raise
+        ``ValueError`` or ``Unsupported``."""
 
     @abstractmethod
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
-        """``x`` in ``format`` with scales made as ``scaling`` says. Raises ``Unsupported`` with the reason."""
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+        """``x``, a matrix, in ``format`` with scales made as ``scaling`` says: a name of
+        :data:`accelbridge.precision.scalings.SCALINGS`. Rounds to nearest, ties to even, once. Raises
+        ``Unsupported`` with the reason; cells of the capability table: ``("quantize", format, scaling)``."""
 
     @abstractmethod
-    def scaled_mm(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Product of two quantized tensors. Raises ``Unsupported`` with the reason."""
+    def scaled_mm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b + bias`` of the dequantized matrices, rounded once to ``out_dtype``. Scales may change along K only
+        every so many terms: quantize what lies along K in rows and hand ``b`` over as ``quantize(w, ...).t()``.
+        Raises ``Unsupported`` with the reason; cells of the capability table: ``("scaled_mm", format, scaling)``,
+        with limits on ``m``, ``k``, ``n``. Where the operands' formats or scalings differ, "A x B" names both."""
 
 
 class Attention(ABC):
@@ -372,7 +399,8 @@ class Attention(ABC):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``softmax(mask(softcap(q k^T * scale))) v`` as ``out_BHSD``, with ``lse_BHS`` (natural logarithm,
-        float32) when asked. ``scale`` defaults to ``D ** -0.5``; a row that sees nothing gives 0 and -inf."""
+        float32) when asked; differentiable through both. ``scale`` defaults to ``D ** -0.5``; a row that sees
+        nothing gives 0 and -inf. Arguments that don't fit raise ``ValueError`` or ``Unsupported``."""
 
 
 class Transfer(ABC):

@@ -217,15 +217,26 @@ def _loaded(candidate: Candidate) -> type[Backend]:
 def _named(name: str, selected_by: str, candidates: Sequence[Candidate]) -> Candidate:
     found = next((c for c in candidates if c.name == name), None)
     if found is None:
-        installed = _discover()
-        known = [*installed.points, *(c.name for c in installed.unreadable)]
-        raise BackendError(
-            f'backend "{name}" asked by {_ASKED[selected_by]}; no installed distribution provides it'
-            f"{did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}; see 'accelbridge devices'"
-        )
+        raise _unknown(name, _ASKED[selected_by])
     if not found.available:
         raise _refused(name, selected_by, found.probe.reason)
     return found
+
+
+def check_known(name: str) -> None:
+    """Raise BackendError where no installed distribution provides a backend called ``name``. Loads nothing."""
+    found = _discover()
+    if name not in found.points and all(name != candidate.name for candidate in found.unreadable):
+        raise _unknown(name, _ASKED["argument"])
+
+
+def _unknown(name: str, asked_by: str) -> BackendError:
+    installed = _discover()
+    known = [*installed.points, *(c.name for c in installed.unreadable)]
+    return BackendError(
+        f'backend "{name}" asked by {asked_by}; no installed distribution provides it'
+        f"{did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}; see 'accelbridge devices'"
+    )
 
 
 _ASKED = {"argument": "argument", "environment": ENVIRONMENT, "recipe": "recipe (backend.name)"}

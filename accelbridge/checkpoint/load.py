@@ -11,6 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -66,7 +67,8 @@ def verify(path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> N
 def load(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of ``state`` in place, whatever layout wrote ``path``. Call :func:`verify` first.
 
-    Raises CheckpointError where names or shapes are those of another model.
+    Raises CheckpointError where names, shapes or dtypes are those of another model: another dtype would be converted
+    silently, and what does not fit would be lost.
     """
     manifest = manifests.read(path)
     _check_fits(path, state, read_metadata(path, manifest).state_dict_metadata)
@@ -83,18 +85,27 @@ def fill(path: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) 
 
 
 def _check_fits(path: Path, state: dict[str, Tensor], stored: dict[str, Any]) -> None:
-    shapes = {k: tuple(v.size) for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
-    missing = [name for name in state if name not in shapes]
-    extra = [name for name in shapes if name not in state and not name.startswith(_OPTIONAL)]
-    different = [name for name in state if name in shapes and tuple(state[name].shape) != shapes[name]]
-    if missing or extra or different:
-        details = [
-            *(f"{n} is absent" for n in missing[:3]),
-            *(f"{n} is not in the model" for n in extra[:3]),
-            *(f"{n} is {shapes[n]}, the model has {tuple(state[n].shape)}" for n in different[:3]),
-        ]
-        total = len(missing) + len(extra) + len(different)
+    held = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    missing = [f"{name} is absent" for name in state if name not in held]
+    extra = [f"{name} is not in the model" for name in held if name not in state and not name.startswith(_OPTIONAL)]
+    both = [(name, held[name], state[name]) for name in state if name in held]
+    shapes = [
+        f"{name} is {tuple(entry.size)}, the model has {tuple(tensor.shape)}"
+        for name, entry, tensor in both
+        if tuple(entry.size) != tuple(tensor.shape)
+    ]
+    dtypes = [
+        f"{name} is {_named(entry.properties.dtype)}, the model has {_named(tensor.dtype)}"
+        for name, entry, tensor in both
+        if entry.properties.dtype != tensor.dtype
+    ]
+    if found := [*missing, *extra, *shapes, *dtypes]:
+        details = [*missing[:3], *extra[:3], *shapes[:3], *dtypes[:3]]
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(details)} ({total} differences); "
+            f"{path} is a checkpoint of another model: {'; '.join(details)} ({len(found)} differences); "
             "resume with the recipe that wrote it"
         )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,10 @@ nothing (MISTRUSTED).
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accelbridge import ops
 from accelbridge.backend import Backend, Capabilities, Request, World
 from accelbridge.conformance import checks, falsify
 from accelbridge.conformance.checks import Verdict
@@ -78,8 +83,13 @@ class Bench:
     """A store that all ranks of this test see, with keys of its own; None on one rank."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the backend, as they were given."""
+    phase: int = 0
+    """Which of the case's phases this is; those before the last need no checks."""
     falsification: str = ""
     found: Findings = field(default_factory=Findings)
+    answer: Callable[[int], None] = lambda ends_by: None
+    """Tells the parent what has been found so far, which counts if this process then ends by the signal ``ends_by``;
+    0: ends it here."""
 
     # ------------------------------------------------------------------------------------------------- data
 
@@ -130,9 +140,11 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``interface`` is the method of the backend's own interface, where the
-        op has one."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the
+        method of the backend's own interface, where the op has them."""
         found: list[tuple[str, Callable[..., Any]]] = []
+        if request.op in ops.NAMES:
+            found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):
             found.append(("interface", method))
@@ -162,6 +174,39 @@ class Bench:
             raise NotSupported(f"{op} {dtype} {variant}: {support.reason}".strip())
         self.fail("CAPABILITY", f"{op} {dtype} {variant} is mandatory here and declared unsupported: {support.reason}")
         raise Abandoned
+
+    # ----------------------------------------------------------------------------------------------- faults
+
+    @contextmanager
+    def ends_within(self, limit_s: float, what: str) -> Iterator[None]:
+        """The block ends, well or with an error, within ``limit_s``; a process that hangs in it is ended (TIMEOUT).
+
+        A thread of its own keeps the time: a library that waits for ever does not come back to be asked.
+        """
+        timer = threading.Timer(limit_s, self._overdue, (limit_s, what))
+        timer.daemon = True
+        timer.start()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.at_most(time.monotonic() - began, limit_s, f"seconds of {what}", code="TIMEOUT")
+
+    def _overdue(self, limit_s: float, what: str) -> None:
+        self.fail("TIMEOUT", f"{what} did not end within {limit_s:g} s")
+        self.answer(0)
+
+    def may_abort(self) -> None:
+        """From here on this rank may end by SIGABRT where the backend declares that of calls that do not fit together
+        (fact ``collective.on_mismatch`` = "abort"); what its checks have found until now then counts."""
+        if self.capabilities.facts.get("collective.on_mismatch") == "abort":
+            self.answer(signal.SIGABRT)
+
+    def die(self) -> None:
+        """Kill this rank, as the test wants it: what its checks have found until now counts."""
+        self.answer(signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     # ----------------------------------------------------------------------------------------------- checks
 

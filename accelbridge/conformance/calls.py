@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge import ops
-from accelbridge.backend import Format, Mask, Request
+from accelbridge.backend import Mask, Request
 from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import small
+from accelbridge.conformance.oracle.formats import TABLES
 from accelbridge.portable.sharded_adamw import ShardedAdamW
 
 Implemented = Callable[..., Any]
@@ -209,17 +210,23 @@ GROUP_OPS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "r
 
 # ------------------------------------------------------------------------------------------------------- fp8
 
-FORMATS = {
-    "float8_e4m3fn": Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate"),
-    "float8_e4m3fnuz": Format("float8_e4m3fnuz", 4, 3, 8, 240.0, "negative_zero", "saturate"),
-    "float8_e5m2": Format("float8_e5m2", 5, 2, 15, 57344.0, "ieee", "saturate"),
-    "float8_e5m2fnuz": Format("float8_e5m2fnuz", 5, 2, 16, 57344.0, "negative_zero", "saturate"),
-}
+
+def quantized(t: Bench, format: str, scaling: str) -> tuple[Tensor, Tensor]:
+    """Quantize a small matrix and read it back: the result and what it is about."""
+    x = t.integers(16, 32, name="a")
+    return t.backend.matmul.quantize(t.put(x), TABLES[format].format, scaling).dequantize(), x
 
 
-def scaled_product(t: Bench, dtype: str, variant: str) -> tuple[Tensor, Tensor]:
-    """Quantize two small matrices and multiply them: the result and what it is about."""
-    a, b = t.integers(16, 32, name="a"), t.integers(16, 32, name="b")
-    matmul, scaling = t.backend.matmul, variant or "tensor"
-    left, right = (matmul.quantize(t.put(x), FORMATS[dtype], scaling) for x in (a, b))
-    return matmul.scaled_mm(left, right, torch.float32), a.double() @ b.double().T
+def scaled_product(t: Bench, formats: str, scalings: str) -> tuple[Tensor, Tensor]:
+    """Quantize two small matrices and multiply them: the result and what it is about. "A x B" names both operands'
+    formats or scalings where they differ."""
+    matmul, operands = t.backend.matmul, []
+    a, b = (t.integers(16, 32, name=name) for name in "ab")
+    for x, format, scaling in zip((a, b), _both(formats), _both(scalings or "tensor"), strict=True):
+        operands.append(matmul.quantize(t.put(x), TABLES[format].format, scaling))
+    return matmul.scaled_mm(operands[0], operands[1].t(), torch.float32), a.double() @ b.double().T
+
+
+def _both(name: str) -> tuple[str, str]:
+    left, _, right = name.partition(" x ")
+    return left, right or left

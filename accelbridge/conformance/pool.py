@@ -163,22 +163,43 @@ class Pool:
     # ---------------------------------------------------------------------------------------------- a test
 
     def run(
-        self, id: str, seed: int, timeout_s: float, *, fresh: bool, exits: bool, falsification: str = ""
+        self,
+        id: str,
+        seed: int,
+        timeout_s: float,
+        *,
+        fresh: bool,
+        exits: bool,
+        phases: int = 1,
+        falsification: str = "",
     ) -> Outcome:
-        """Run one test on all ranks."""
+        """Run one test on all ranks, ``phases`` times in new processes that share a folder."""
+        token = f"{id}-{uuid.uuid4().hex[:8]}"
+        request = {"id": id, "seed": seed, "token": token, "falsification": falsification, "phase": 0, "kept": ""}
+        if phases == 1:
+            return self._once(request, timeout_s, fresh, exits)
+        with tempfile.TemporaryDirectory(prefix="accelbridge-conform-", ignore_cleanup_errors=True) as kept:
+            outcome = self._once(request | {"kept": kept}, timeout_s, True, exits)
+            for phase in range(1, phases):
+                if outcome.status == Status.PASS:
+                    seconds = outcome.duration_s
+                    outcome = self._once(request | {"kept": kept, "phase": phase}, timeout_s, True, exits)
+                    outcome.duration_s += seconds
+        return outcome
+
+    def _once(self, request: Mapping[str, Any], timeout_s: float, fresh: bool, exits: bool) -> Outcome:
+        id = request["id"]
         if not self._broken and (fresh or not self._processes):
             self._broken = self._start()
         if self._broken:
-            why = self._broken
             self.close()
             # The same code broke while it was loaded: not one test's doing, but this test did not run.
-            return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
-        start, token = time.monotonic(), f"{id}-{uuid.uuid4().hex[:8]}"
-        request = json.dumps({"id": id, "seed": seed, "token": token, "falsification": falsification}) + "\n"
+            return Outcome(id, self.world, Status.CRASH, "START", self._broken, log=self._name)
+        start = time.monotonic()
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
-                process.stdin.write(request)
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
         answers, late = self._collect(start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)
@@ -190,6 +211,7 @@ class Pool:
     def _collect(self, deadline: float, exits: bool) -> tuple[dict[int, dict[str, Any] | None], set[int]]:
         """What each rank answered (None: it died), and who had to be ended because it said nothing."""
         answers: dict[int, dict[str, Any] | None] = {}
+        interim: dict[int, dict[str, Any]] = {}
         waiting = set(range(self.world))
         while waiting:
             heard = self._hear(waiting, deadline)
@@ -197,6 +219,13 @@ class Pool:
                 self._abort(waiting)
                 return answers, waiting
             for rank, message in heard.items():
+                if message is not None and message.get("ends_by"):
+                    interim[rank] = message
+                    continue
+                if message is None and rank in interim:
+                    code = self._processes[rank].wait()
+                    if code == -interim[rank]["ends_by"]:  # as the backend declares, or the test wants it
+                        message = {**interim[rank], "exit_code": code}
                 answers[rank] = message
                 waiting.discard(rank)
                 failed = message is None if not exits else False
@@ -216,7 +245,11 @@ class Pool:
 
     def _hear(self, ranks: set[int], deadline: float) -> dict[int, dict[str, Any] | None]:
         """The next message of at least one of ``ranks``, None for one that ended; nothing when time is up."""
-        heard: dict[int, dict[str, Any] | None] = {}
+        heard: dict[int, dict[str, Any] | None] = {
+            rank: json.loads(line) for rank in ranks if (line := self._line(rank))
+        }
+        if heard:
+            return heard
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(self._pipes[rank], selectors.EVENT_READ, rank)
@@ -228,13 +261,18 @@ class Pool:
                 for key, _ in ready:
                     chunk = os.read(key.fd, 1 << 16)
                     self._buffers[key.data] += chunk
-                    line, newline, rest = self._buffers[key.data].partition(b"\n")
-                    if newline:
-                        self._buffers[key.data] = rest
+                    if line := self._line(key.data):
                         heard[key.data] = json.loads(line)
                     elif not chunk:
                         heard[key.data] = None
         return heard
+
+    def _line(self, rank: int) -> bytes:
+        """The next whole line of ``rank`` that has been read already; several may have come at once."""
+        line, newline, rest = self._buffers[rank].partition(b"\n")
+        if newline:
+            self._buffers[rank] = rest
+        return line if newline else b""
 
     def _merge(
         self, id: str, answers: Mapping[int, dict[str, Any] | None], late: set[int], exits: bool, timeout_s: float
@@ -270,7 +308,7 @@ class Pool:
     ) -> dict[str, Any]:
         """What became of one rank, whether it answered, was silent or ended."""
         if answer is not None:
-            return {**answer, "exit_code": None}
+            return {"exit_code": None, **answer}
         row: dict[str, Any] = {"rank": rank, "code": "", "exit_code": None}
         if late:
             return {**row, "status": Status.TIMEOUT, "code": "HANG", "message": f"no answer in {timeout_s:g} s"}

@@ -50,6 +50,8 @@ class Case:
     """Whether its ranks are new processes, which end with it: for tests of faults."""
     exits: bool = False
     """Whether a rank may end during it (killed by the test): its silence is then no crash, but rank 0 must pass."""
+    phases: int = 1
+    """How often the body runs, each time in new processes, which see the same folder; see :attr:`Bench.phase`."""
     optional: tuple[tuple[str, str, str], ...] = ()
     """Cells (op, dtype, variant) without which it is NOT_SUPPORTED instead of failed."""
     timeout_s: float = 120.0
@@ -75,6 +77,7 @@ def case(
     group: bool = True,
     fresh: bool = False,
     exits: bool = False,
+    phases: int = 1,
     optional: tuple[tuple[str, str, str], ...] = (),
     timeout_s: float = 120.0,
     revision: int = 1,
@@ -87,7 +90,7 @@ def case(
         assert id not in _CASES, f"{id} is registered twice"
         assert level in LEVELS, level
         assert body.__doc__, f"{id} does not say which property it asserts"
-        _CASES[id] = Case(id, level, body, worlds, group, fresh, exits, optional, timeout_s, revision, spmd)
+        _CASES[id] = Case(id, level, body, worlds, group, fresh, exits, phases, optional, timeout_s, revision, spmd)
         return body
 
     return register
@@ -99,7 +102,7 @@ def cases() -> Mapping[str, Case]:
     from accelbridge.conformance import suite
 
     for module in pkgutil.iter_modules(suite.__path__):
-        if not module.name.startswith("test_"):  # what pytest collects lies there too
+        if module.name != "conftest" and not module.name.startswith("test_"):  # pytest's lie there too
             importlib.import_module(f"{suite.__name__}.{module.name}")
     return dict(sorted(_CASES.items()))
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from accelbridge.conformance import falsify
 from accelbridge.conformance.pool import Outcome, Pool, Target
 from accelbridge.conformance.registry import Case
 from accelbridge.conformance.status import Status, worst
+from accelbridge.errors import BackendError
 
 PUBLIC_SEED = 20261130
 
@@ -19,10 +21,11 @@ PUBLIC_SEED = 20261130
 class Runner:
     """Runs tests against ``target``; events and logs go to ``out``."""
 
-    def __init__(self, target: Target, out: Path, devices: int, seeds: tuple[int, ...] = (PUBLIC_SEED,)) -> None:
+    def __init__(self, target: Target, out: Path, devices: int = 1, seeds: tuple[int, ...] = (PUBLIC_SEED,)) -> None:
         self.target, self.out, self.devices, self.seeds = target, out, devices, seeds
         self._pools: dict[int, Pool] = {}
         self._stack = ExitStack()
+        self._broken = ""
 
     def __enter__(self) -> Runner:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,17 @@ class Runner:
             self._stack.callback(pool.close)
             self._pools[world] = pool
         return self._pools[world]
+
+    def introduce(self) -> dict[str, Any]:
+        """What a first rank says about the backend; its devices are what may be used from here on. Raises BackendError
+        where it cannot start; every test then ends as a CRASH with that reason."""
+        pool = self._pool(1)
+        if why := pool.start():
+            self._broken = why
+            raise BackendError(f'backend "{self.target.backend}" asked to be tested; its first process says: {why}')
+        self.devices = pool.introduction["device_count"]
+        self._event("introduction", **pool.introduction)
+        return pool.introduction
 
     def _event(self, kind: str, **fields: object) -> None:
         with (self.out / "events.jsonl").open("a") as file:
@@ -56,10 +70,14 @@ class Runner:
             yield outcome, red
 
     def _at(self, case: Case, world: int) -> Outcome:
+        if self._broken:
+            return Outcome(case.id, world, Status.CRASH, "START", self._broken)
         if world > self.devices:
             text = f"{world} devices needed, {self.devices} found"
             return Outcome(case.id, world, Status.RESOURCE_ERROR, "DEVICES", text)
-        runs = [self._once(case, world, seed) for seed in self.seeds]
+        # What a fault does hangs on no number: once is enough, and each costs new processes.
+        seeds = self.seeds[:1] if case.fresh else self.seeds
+        runs = [self._once(case, world, seed) for seed in seeds]
         gravest = worst(run.status for run in runs)
         chosen = next(run for run in runs if run.status == gravest)
         chosen.duration_s = sum(run.duration_s for run in runs)
@@ -67,8 +85,9 @@ class Runner:
 
     def _once(self, case: Case, world: int, seed: int, falsification: str = "") -> Outcome:
         return self._pool(world).run(
-            case.id, seed, case.timeout_s, fresh=case.fresh, exits=case.exits, falsification=falsification
-        )
+            case.id, seed, case.timeout_s, fresh=case.fresh, exits=case.exits, phases=case.phases,
+            falsification=falsification,
+        )  # fmt: skip
 
     def _falsified(self, case: Case, world: int) -> bool:
         return any(self._once(case, world, self.seeds[0], mode).status == Status.FAIL for mode in falsify.MODES)

@@ -7,12 +7,13 @@ in time, is an outcome too: the parent's (``pool.py``).
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def main() -> None:
         raise
     _say(replies, {"ready": True, **rank.introduce()})
     for line in sys.stdin:
-        _say(replies, rank.answer(json.loads(line)))
+        _say(replies, rank.answer(json.loads(line), functools.partial(_say, replies)))
     os._exit(0)  # a group that has failed can block or abort while it is torn down
 
 
@@ -124,14 +125,15 @@ class _Rank:
                 for (op, dtype, variant), cell in sorted(table.items())
             ],
             "patched": patched_names(),
+            "stated": dict(self.capabilities.facts),
             "strength": strength(self.backend, probe),
         }  # fmt: skip
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one test and say what became of it."""
+    def answer(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        """Run one test and return what became of it; ``say`` is for what must be told while it runs."""
         from accelbridge.conformance.bench import Bench
 
-        folder = Path(self.settings["folder"]) / request["token"]
+        folder = Path(request["kept"] or self.settings["folder"]) / request["token"]
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(
             case=self.cases[request["id"]],
@@ -142,26 +144,26 @@ class _Rank:
             folder=folder,
             seed=request["seed"],
             options=dict(self.settings["options"]),
+            phase=request["phase"],
             falsification=request["falsification"],
         )
         launched = self.backend.device.launches()
+
+        def early(ends_by: int) -> None:
+            # Of a device that hangs nothing can be asked any more.
+            proof = self._proof(bench, launched) if ends_by else "unproven"
+            say({**_answer(bench, request["token"], *_judged(bench.found)), "on_device": proof, "ends_by": ends_by})
+            if not ends_by:
+                os._exit(0)
+
+        bench.answer = early
         status, code, message = self._run(bench, request["token"])
-        if self.world.rank == 0 and status != Status.FAIL:
+        if self.world.rank == 0 and status != Status.FAIL and not request["kept"]:
             shutil.rmtree(folder, ignore_errors=True)
-        found = bench.found
-        return {
-            "token": request["token"],
-            "rank": self.world.rank,
-            "status": status,
-            "code": code,
-            "message": message,
-            "comparisons": found.comparisons,
-            "metrics": list(found.metrics.values()),
-            "on_device": _proof(self.device.type, found.fetched, launched, self.backend.device.launches()),
-            "emulated": found.emulated,
-            "cells": sorted(found.cells),
-            "notes": found.notes,
-        }
+        return {**_answer(bench, request["token"], status, code, message), "on_device": self._proof(bench, launched)}
+
+    def _proof(self, bench: Any, launched: int | None) -> str:
+        return _proof(self.device.type, bench.found.fetched, launched, self.backend.device.launches())
 
     def _run(self, bench: Any, token: str) -> tuple[Status, str, str]:
         from accelbridge.conformance import bench as b
@@ -181,13 +183,9 @@ class _Rank:
                 if _ours(error):
                     return Status.INTERNAL_ERROR, "", text
                 return Status.FAIL, "RAISED", text
-        found = bench.found
-        if found.failures:
-            code, message = found.failures[0]
-            return Status.FAIL, code, message
-        if not found.comparisons or found.vacuous >= found.comparisons:
-            return Status.MISTRUSTED, "VACUOUS", f"{found.comparisons} comparisons, none of which could have differed"
-        return Status.PASS, "", ""
+        if not bench.found.failures and bench.phase < bench.case.phases - 1:
+            return Status.PASS, "", ""  # what it prepared is compared in a later phase
+        return _judged(bench.found)
 
     def _execute(self, bench: Any, token: str) -> None:
         """The body, inside a process group of its own where it wants one."""
@@ -208,6 +206,31 @@ class _Rank:
             body(bench)
         finally:
             self.backend.collectives.shutdown()
+
+
+def _judged(found: Any) -> tuple[Status, str, str]:
+    """What the checks of a test make of it: its status, with code and message."""
+    if found.failures:
+        code, message = found.failures[0]
+        return Status.FAIL, code, message
+    if not found.comparisons or found.vacuous >= found.comparisons:
+        return Status.MISTRUSTED, "VACUOUS", f"{found.comparisons} comparisons, none of which could have differed"
+    return Status.PASS, "", ""
+
+
+def _answer(bench: Any, token: str, status: Status, code: str, message: str) -> dict[str, Any]:
+    return {
+        "token": token,
+        "rank": bench.world.rank,
+        "status": status,
+        "code": code,
+        "message": message,
+        "comparisons": bench.found.comparisons,
+        "metrics": list(bench.found.metrics.values()),
+        "emulated": bench.found.emulated,
+        "cells": sorted(bench.found.cells),
+        "notes": bench.found.notes,
+    }
 
 
 def _proof(device_type: str, fetched: int, before: int | None, after: int | None) -> str:

@@ -22,15 +22,31 @@ from accelbridge.backend import (
     Device,
     DeviceInfo,
     Implementation,
+    Matmul,
     Probe,
     Support,
     unsupported,
 )
 from accelbridge.config import Section
+from accelbridge.portable.fp8_cells import FACTS as FP8_FACTS
+from accelbridge.portable.fp8_cells import cells
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+
+FACTS: Mapping[str, str | int] = {
+    **FP8_FACTS,
+    # gloo's own checks of a message's size end the process (glog's fatal, in the thread of a connection), unless
+    # calls are compared before they run. Ranks that name different roots or operations wait until the time limit.
+    "collective.on_mismatch": "abort",
+    # gloo sends no reduce operation: of ranks that ask for SUM and for MAX each gets something.
+    "collective.op_mismatch": "undetected",
+    # By the lowerings of accelbridge.cpu.collectives.
+    "reduce.minmax_nan": "propagates",
+    # A message goes into the slot of its tag (ProcessGroupGloo::send).
+    "p2p.tags": "matched",
+}
 
 
 class CpuOptions(Section):
@@ -72,6 +88,7 @@ class CpuBackend(Backend):
             chip=Chip(chip),  # peaks of host processors are not tabulated: MFU stays "unknown"
             table=_table(),
             pinned_host_memory=unsupported("host memory is device memory"),
+            facts=dict(FACTS),
         )
 
     @cached_property
@@ -85,6 +102,12 @@ class CpuBackend(Backend):
         from accelbridge.cpu.collectives import CpuCollectives
 
         return CpuCollectives()
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        from accelbridge.portable.fp8 import EmulatedFp8
+
+        return EmulatedFp8(self.name)
 
     @cached_property
     def attention(self) -> Attention:
@@ -137,5 +160,4 @@ def _table() -> dict[tuple[str, str, str], Support]:
         for op in MOVES:
             table[op, dtype, ""] = Support("full", lowering="fp8_bytes")
         table["all_reduce", dtype, "sum"] = unsupported("gloo has no arithmetic on 8-bit floats")
-        table["scaled_mm", dtype, ""] = unsupported("emulated fp8 matmul is not built yet")
-    return table
+    return table | cells()

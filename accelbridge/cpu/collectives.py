@@ -48,6 +48,12 @@ CPU_LOWERINGS = (
         reason="gloo refuses float8 in everything but send and recv",
     ),
     Lowering(
+        "int16_as_int32",
+        applies="int16 tensors",
+        into="the same over int32",
+        reason='gloo has no 16-bit integers ("Invalid scalar type", a bare RuntimeError)',
+    ),
+    Lowering(
         "list_all_to_all",
         applies="all_to_all over lists of tensors",
         into="all_to_all_single over their concatenation",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accelbridge.backend import Mask
+from accelbridge.errors import Unsupported
 from accelbridge.ops.masks import can_blind, check_mask, visible_keys
 
 
@@ -89,7 +90,7 @@ def attention(
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float | None) -> None:
-    """Raise ``ValueError`` if such a call makes no sense."""
+    """Raise ``ValueError`` if such a call makes no sense, ``Unsupported`` where the dtype has no softmax."""
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"attention takes q [B, H, S, D] and k, v [B, G, S, D] of one batch and, k and v, one length; "
@@ -104,6 +105,13 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float 
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention takes one dtype; found q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+        raise Unsupported(
+            f"attention was asked over {q.dtype}, whose numbers cannot hold its result; use float32, bfloat16, float16 "
+            "or float64"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention takes one device; found q on {q.device}, k on {k.device}, v on {v.device}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"attention takes a positive softcap or None; found {softcap}")
     check_mask(mask, q.shape[0], q.shape[2], k.shape[2])

@@ -21,6 +21,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"linear takes x [*, in] and weight [out, in] with the same in; "
             f"found x {tuple(x.shape)} and weight {tuple(weight.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear takes a bias [out]; found bias {tuple(bias.shape)} and weight {tuple(weight.shape)}")
+    # Under autocast two dtypes are as good as one: torch casts both.
+    if x.device != weight.device or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(
+            f"linear takes x and weight of one dtype on one device; "
+            f"found x {x.dtype} on {x.device} and weight {weight.dtype} on {weight.device}"
+        )
     return F.linear(x, weight, bias)
 
 

@@ -40,6 +40,11 @@ class TorchCollectives(Collectives):
     def init(self, store: dist.Store, world: World, timeout_s: float, check: bool) -> None:
         if dist.is_initialized():
             raise BackendError("asked: a default process group; found: one exists; do: shut it down first")
+        if not 0 <= world.rank < world.size:
+            raise BackendError(
+                f"asked: a process group of {world.size} ranks, this one rank {world.rank}; found: no such rank; "
+                "do: number the ranks from 0 to one less than there are"
+            )
         backend = self._backend
         if self._lowerings or check:
             register(INTERPOSED, backend, self._lowerings, check)

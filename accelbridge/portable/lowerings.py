@@ -313,6 +313,19 @@ def float32_reduce(call: Call, transport: Transport) -> Step | None:
     return substitute(call, transport.rank, _FLOAT32)
 
 
+_INT32 = Codec(
+    wants=lambda t: t.dtype is torch.int16,
+    encode=lambda t: t.to(torch.int32, memory_format=torch.contiguous_format),
+    allocate=lambda t: torch.empty(t.shape, dtype=torch.int32, device=t.device),
+    decode=lambda buffer, t: t.copy_(buffer),
+)
+
+
+def int16_as_int32(call: Call, transport: Transport) -> Step | None:
+    """int16 -> int32, in which every operation is exact; what overflows wraps in the end, as it would have."""
+    return substitute(call, transport.rank, _INT32)
+
+
 def premul_as_sum(call: Call, transport: Transport) -> Step | None:
     """PREMUL_SUM -> SUM of copies that have been multiplied with the factor.
 
@@ -387,6 +400,7 @@ LIBRARY: dict[str, Rewrite] = {
         contiguous,
         uneven_all_to_all,
         float32_reduce,
+        int16_as_int32,
         premul_as_sum,
         avg_as_sum,
         nan_minmax,

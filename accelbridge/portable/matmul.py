@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accelbridge.backend import Format, Implementation, Matmul
 from accelbridge.errors import Unsupported
+
+if TYPE_CHECKING:
+    from accelbridge.precision.quantized import QuantizedTensor
 
 
 class PortableMatmul(Matmul):
@@ -27,13 +30,14 @@ class PortableMatmul(Matmul):
 
         Operands narrower than float32 are widened first (exact): what a device's own 16-bit product does
         between partial sums is for its vendor to say. torch 2.13 on an x86 CPU rounds once too, for K up to
-        16384.
+        16384. Raises ``ValueError`` for operands that don't fit.
         """
+        _check(a, b)
         out_dtype = a.dtype if out_dtype is None else out_dtype
         wide = torch.promote_types(_widened(a.dtype), _widened(b.dtype))
         return (a.to(wide) @ b.to(wide)).to(out_dtype)
 
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> Any:
+    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
         """Raises ``Unsupported``."""
         raise Unsupported(
             f'backend "{self.name}" was asked to quantize to {format.name} with {scaling} scaling, but has '
@@ -46,6 +50,17 @@ class PortableMatmul(Matmul):
         raise Unsupported(
             f'backend "{self.name}" was asked for a scaled product {formats}, but has no quantized products; '
             f"use float32, bfloat16 or float16"
+        )
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    fit = min(a.dim(), b.dim()) >= 2 and a.shape[-1] == b.shape[-2] and a.device == b.device
+    # Batch dimensions fit, counted from the last, where they are equal or one of them is 1.
+    batches = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
+    if not fit or any(m != n and 1 not in (m, n) for m, n in batches):
+        raise ValueError(
+            f"matmul takes a [..., M, K] and b [..., K, N] of one K, on one device, whose batches broadcast; "
+            f"found a {tuple(a.shape)} on {a.device} and b {tuple(b.shape)} on {b.device}"
         )
 
 

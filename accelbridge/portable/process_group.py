@@ -100,6 +100,9 @@ def native_group(config: str) -> MakeInner:
                 # Two backends of one group must not meet under the same keys.
                 request.store = dist.PrefixStore(f"{name}/", store)
                 made[name] = _make_backend(name, request, options)
+                if isinstance(made[name], dist.ProcessGroup):  # a vendor's own, written in Python: it is the group
+                    request.store = store
+                    return made[name]
                 if len(made) == 1:
                     group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[name])

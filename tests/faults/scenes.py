@@ -122,7 +122,7 @@ SCENES: tuple[Scene, ...] = (
     _raised("a sample of another shape on one rank", "data", "half a sample", "unlike sample", 2),
     _raised("token ids outside the vocabulary on one rank", "data", "unknown tokens", "index out of range"),
     _raised("the data thread of one rank ends", "data", "end data thread", "SystemExit", 5),
-    _raised("out of memory on one rank", "model", "out of memory", "can't allocate memory"),
+    _raised("out of memory on one rank", "model", "out of memory", "memory ran out", 5),
     # ---- a rank does something else
     _hung("endless loop in Python on one rank", "loop", "found: .*rank 0 called it, rank 1 did not"),
     _hung("sleep on one rank", "sleep", "found: .*rank 0 called it, rank 1 did not"),
@@ -150,7 +150,7 @@ SCENES: tuple[Scene, ...] = (
         [("model", 1, 6, "SIGSTOP")],
         says="found: rank 1 gave no sign of life",
         logs={0: "found: rank 1 gave no sign of life"},
-        code=1,
+        code=UNAVAILABLE,
         within=60,
     ),
     Scene("SIGSTOP of a rank, shorter than the limit", UNHARMED, [("model", 1, 6, "SIGSTOP")], "continue", sample=True),

@@ -18,6 +18,8 @@ from accelbridge.conformance.mutants import Patch, mutant
 from accelbridge.cpu import attention
 from accelbridge.cpu.backend import CpuBackend
 from accelbridge.cpu.device import CpuDevice
+from accelbridge.errors import Unsupported
+from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.portable.matmul import PortableMatmul
 from accelbridge.portable.offload import PortableOffload
 
@@ -148,10 +150,13 @@ backend._table = _table
 
 @mutant("I9", "what is absent raises a plain RuntimeError", {"INF-006": "ERROR"})
 def untyped_refusal(patch: Patch) -> None:
-    def quantize(inner: Any, self: Any, *args: Any) -> Any:
-        raise RuntimeError("STATUS_NOT_SUPPORTED")
+    def scaled_mm(inner: Any, self: Any, *args: Any) -> Any:
+        try:
+            return inner(self, *args)
+        except Unsupported as error:
+            raise RuntimeError("STATUS_NOT_SUPPORTED") from error
 
-    patch(PortableMatmul, "quantize", quantize)
+    patch(EmulatedFp8, "scaled_mm", scaled_mm)
 
 
 @mutant("I9b", "a missing device raises a plain RuntimeError", {"INF-012": "ERROR"})

@@ -1,4 +1,4 @@
-"""Results of tests -> a :class:`~accelbridge.conformance.report.model.Report`, by rules that ``verify`` applies again."""
+"""From results of tests to the parts of a report, by rules that ``verify`` applies again."""
 
 from __future__ import annotations
 

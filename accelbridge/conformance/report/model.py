@@ -55,7 +55,7 @@ class Subject(_Part):
     api_version: str
     accelerator: bool
     device_type: str
-    execution: Literal["eager", "spmd"]
+    execution: Literal["eager", "spmd", "unknown"]
     options: dict[str, Any]
 
 

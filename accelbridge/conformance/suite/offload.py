@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accelbridge.conformance.bench import Bench
-from accelbridge.conformance.oracle import training
+from accelbridge.conformance.oracle import momentum as by_hand
 from accelbridge.conformance.registry import case
 from accelbridge.conformance.suite.memory import MIB, allocated, as_bytes, movable, noise
 from accelbridge.errors import DataError
@@ -93,18 +93,18 @@ class Kept:
 
 def _linear_losses(t: Bench, keep: Callable[..., Any], steps: int) -> tuple[list[Tensor], Tensor]:
     """Losses and last weights of the linear model, trained by hand with everything kept by ``keep`` between steps."""
-    x, y, weight = (t.integers(*shape, low=-1, high=1, name=name) for name, shape in training.SHAPES.items())
+    x, y, weight = (t.integers(*shape, low=-1, high=1, name=name) for name, shape in by_hand.SHAPES.items())
     store = keep(t, {"weight": t.put(weight), "momentum": t.put(torch.zeros_like(weight))})
     losses: list[Tensor] = []
     inputs, targets = t.put(x), t.put(y)
     for _ in range(steps):
         held = store.fetch()
         parameter = held["weight"].clone().requires_grad_()
-        loss = (inputs @ parameter.t() - targets).square().sum() / training.DIVISOR
+        loss = (inputs @ parameter.t() - targets).square().sum() / by_hand.DIVISOR
         (gradient,) = torch.autograd.grad(loss, parameter)
-        momentum = held["momentum"] * training.MOMENTUM + gradient
+        momentum = held["momentum"] * by_hand.MOMENTUM + gradient
         losses.append(loss.detach())
-        store.park({"weight": parameter.detach() - training.RATE * momentum, "momentum": momentum})
+        store.park({"weight": parameter.detach() - by_hand.RATE * momentum, "momentum": momentum})
     return losses, store.fetch()["weight"]
 
 
@@ -135,8 +135,8 @@ def training_unchanged(t: Bench) -> None:
     """Training goes as if nothing was offloaded: the linear model on integers gives the losses and weights that float64
     gives, bit for bit, with weights and momentum on the host between steps; AdamW gives the losses that it gives with
     its state on the device, bit for bit, as transfers change no bit."""
-    x, y, weight = (t.integers(*shape, low=-1, high=1, name=name) for name, shape in training.SHAPES.items())
-    losses, last = training.linear(x, y, weight, training.DIVISOR, steps=3)
+    x, y, weight = (t.integers(*shape, low=-1, high=1, name=name) for name, shape in by_hand.SHAPES.items())
+    losses, last = by_hand.linear(x, y, weight, by_hand.DIVISOR, steps=3)
     for keep in (Kept, Parked):
         got, weights = _linear_losses(t, keep, 3)
         t.equal(torch.stack(got[:2]), losses[:2], name=f"losses, {keep.__name__.lower()}")
@@ -278,10 +278,10 @@ def sharded_training_unchanged(t: Bench) -> None:
     """Weights sharded by rows over ranks, each shard and its momentum on the host between steps, with gradients summed
     over ranks that hold other rows of the data: the loss and the weights are those of one process in float64."""
     size, rank = t.world.size, t.world.rank
-    shapes = training.sharded_shapes(size)
+    shapes = by_hand.sharded_shapes(size)
     x, y, weight = (t.integers(*shape, low=-1, high=1, name=name) for name, shape in shapes.items())
     divisor = 32.0
-    losses, last = training.linear(x, y, weight, divisor, steps=2)
+    losses, last = by_hand.linear(x, y, weight, divisor, steps=2)
     rows, data = weight.shape[0] // size, x.shape[0] // size
     mine, part = slice(rank * rows, (rank + 1) * rows), slice(rank * data, (rank + 1) * data)
     store = Parked(t, {"weight": t.put(weight[mine]), "momentum": t.put(torch.zeros_like(weight[mine]))})
@@ -298,8 +298,8 @@ def sharded_training_unchanged(t: Bench) -> None:
         if step == 0:  # the next one has more bits than float32
             t.equal(total, losses[:1], name="the first loss")
         dist.all_reduce(gradient)
-        momentum = held["momentum"] * training.MOMENTUM + gradient[mine]
-        store.park({"weight": held["weight"] - training.RATE * momentum, "momentum": momentum})
+        momentum = held["momentum"] * by_hand.MOMENTUM + gradient[mine]
+        store.park({"weight": held["weight"] - by_hand.RATE * momentum, "momentum": momentum})
     t.equal(store.fetch()["weight"], last[mine], name="weights of this rank")
 
 

@@ -1,0 +1,12 @@
+"""Options of ``pytest --pyargs accelbridge.conformance.suite``."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("accelbridge conformance")
+    group.addoption("--ab-backend", metavar="NAME", help="backend to test")
+    group.addoption("--ab-level", metavar="LEVEL[,LEVEL]", default="core", help="levels to test")
+    group.addoption("--ab-option", metavar="A=B", action="append", default=[], help="option of the backend; repeatable")

@@ -1,0 +1,163 @@
+"""Number formats as data, and exact conversion between float32 and their codes.
+
+Sources: float16: IEEE 754-2019, binary16. bfloat16: the upper half of binary32. e4m3fn and e5m2: OCP 8-bit Floating
+Point Specification (OFP8) 1.0. e4m3fnuz and e5m2fnuz: Noune et al., arXiv:2206.02915. e4m3: the IEEE reading of the
+same 8 bits, infinities included, as ml_dtypes names it. e8m0 and e2m1: OCP Microscaling Formats (MX) 1.0.
+
+Conversion is integer arithmetic in plain PyTorch, on any device. torch's own cast to float8 is not used: what it makes
+of a value that is too large changed between torch 2.9 (NaN) and 2.13 (the largest number).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Format
+from accelbridge.errors import ConfigError
+
+FORMATS: Mapping[str, Format] = {
+    format.name: format
+    for format in (
+        Format("float16", 5, 10, 15, 65504.0, "ieee", "inf"),
+        Format("bfloat16", 8, 7, 127, (2.0 - 2.0**-7) * 2.0**127, "ieee", "inf"),
+        # Of 8 bits: saturating, because gradients of a tensor scaled by an older maximum do overshoot.
+        Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate"),
+        Format("float8_e4m3fnuz", 4, 3, 8, 240.0, "negative_zero", "saturate"),
+        Format("float8_e4m3", 4, 3, 7, 240.0, "ieee", "saturate"),
+        Format("float8_e5m2", 5, 2, 15, 57344.0, "ieee", "saturate"),
+        Format("float8_e5m2fnuz", 5, 2, 16, 57344.0, "negative_zero", "saturate"),
+        Format("float8_e8m0fnu", 8, 0, 127, 2.0**127, "all_ones", "nan", signed=False),
+        Format("float4_e2m1fn", 2, 1, 1, 6.0, "none", "saturate"),
+    )
+}
+"""By torch's name, where torch has one."""
+
+_INF = 0x7F800000
+"""float32 infinity as an integer; what is above it is NaN."""
+
+
+def width(format: Format) -> int:
+    """Bits of a code."""
+    return format.signed + format.exponent_bits + format.mantissa_bits
+
+
+def same_layout(a: Format, b: Format) -> bool:
+    """Whether a code means the same in both: they may differ in what they do with a value that is too large."""
+    return all(
+        getattr(a, name) == getattr(b, name)
+        for name in ("name", "exponent_bits", "mantissa_bits", "bias", "nan", "signed")
+    )
+
+
+def encode(x: Tensor, format: Format, overflow: Literal["saturate", "inf", "nan"] | None = None) -> Tensor:
+    """Codes of ``x``, rounded to nearest with ties to even; uint8, or int16 for formats of 16 bits.
+
+    What exceeds ``format.max`` after rounding becomes what ``overflow`` says (default: as the format does), infinity
+    too. NaN becomes the format's NaN, or its largest number where it has none. Formats without a negative zero make it
+    0; of formats without a sign, a negative number is NaN and 0 is the smallest number.
+    """
+    policy = overflow or format.overflow
+    _check(x, format, policy)
+    bits = x.to(torch.float32).contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    code = _rounded(magnitude, format)
+    too_large = code > _largest(format)
+    nan = magnitude > _INF
+    if policy == "nan":
+        nan = nan | too_large
+    code = code.masked_fill(too_large, _infinity(format) if policy == "inf" else _largest(format))
+    if not format.signed:
+        nan = nan | ((bits < 0) & (magnitude > 0))
+    else:
+        negative = (bits < 0) & (code > 0) if format.nan == "negative_zero" else bits < 0
+        code = code | (negative.to(torch.int32) << (width(format) - 1))
+    return code.masked_fill(nan, _nan(format)).to(torch.uint8 if width(format) <= 8 else torch.int16)
+
+
+def decode(codes: Tensor, format: Format) -> Tensor:
+    """float32 values of ``codes``, exactly."""
+    if width(format) <= 8 and codes.numel() > 256:  # looking 256 numbers up is ten times as fast
+        every = torch.arange(256, dtype=torch.int32, device=codes.device)
+        return _decode(every, format)[codes.to(torch.int32)]
+    return _decode(codes, format)
+
+
+def _decode(codes: Tensor, format: Format) -> Tensor:
+    mantissa = format.mantissa_bits
+    code = codes.to(torch.int32) & _ones(width(format))
+    magnitude = code & _ones(format.exponent_bits + mantissa)
+    exponent, fraction = magnitude >> mantissa, magnitude & _ones(mantissa)
+    if format.exponent_bits == 8:  # float32's own exponents, subnormal numbers included
+        bits = magnitude << (23 - mantissa)
+        value = (bits if format.signed else bits.masked_fill(magnitude == 0, 1 << 22)).view(torch.float32)
+    else:
+        normal = ((exponent + 127 - format.bias) << 23) | (fraction << (23 - mantissa))
+        subnormal = fraction.to(torch.float32) * 2.0 ** (1 - format.bias - mantissa)
+        value = torch.where(exponent == 0, subnormal, normal.view(torch.float32))
+    nan = torch.zeros_like(code, dtype=torch.bool)
+    if format.nan == "ieee":
+        top = exponent == _ones(format.exponent_bits)
+        value = value.masked_fill(top & (fraction == 0), math.inf)
+        nan = top & (fraction != 0)
+    elif format.nan == "all_ones":
+        nan = magnitude == _ones(format.exponent_bits + mantissa)
+    elif format.nan == "negative_zero":
+        nan = code == 1 << (width(format) - 1)
+    if format.signed:
+        value = torch.where(code >> (width(format) - 1) == 1, -value, value)
+    return value.masked_fill(nan, math.nan)
+
+
+def fits_float32(dtype: torch.dtype) -> bool:
+    """Whether float32 holds every number of ``dtype``, so that rounding from there is rounding once."""
+    return dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def _check(x: Tensor, format: Format, policy: str) -> None:
+    if not fits_float32(x.dtype):
+        raise ConfigError(f"{x.dtype} asked to be encoded as {format.name}; it would be rounded twice; use float32")
+    if (policy == "inf" and format.nan != "ieee") or (policy == "nan" and format.nan == "none"):
+        raise ConfigError(f"{format.name} asked to overflow to {policy}, which it has no code for; use saturate")
+
+
+def _rounded(magnitude: Tensor, format: Format) -> Tensor:
+    """Codes without sign of float32 magnitudes, as if exponents went on for ever."""
+    # Significand (with its hidden bit) and exponent of float32; a subnormal number has the smallest exponent.
+    field = magnitude >> 23
+    significand = (magnitude & 0x7FFFFF) | ((field > 0).to(torch.int32) << 23)
+    exponent = field.clamp_min(1) - 127
+    least = 1 - format.bias  # exponent of the smallest normal number
+    # Bits to drop: more for what is subnormal in the format; beyond 25 nothing is left anyway.
+    drop = (23 - format.mantissa_bits + (least - exponent).clamp_min(0)).clamp_max(25)
+    kept = significand >> drop
+    rest, half = significand - (kept << drop), 1 << (drop - 1)
+    kept = kept + ((rest > half) | ((rest == half) & (kept & 1 == 1))).to(torch.int32)
+    # The hidden bit counts as the first step of the exponent, and a carry as the next one.
+    return ((exponent - least).clamp_min(0) << format.mantissa_bits) + kept
+
+
+def _ones(bits: int) -> int:
+    return (1 << bits) - 1
+
+
+def _largest(format: Format) -> int:
+    fraction, exponent = math.frexp(format.max)
+    mantissa = format.mantissa_bits
+    return ((exponent - 1 + format.bias) << mantissa) + int((2.0 * fraction - 1.0) * 2.0**mantissa)
+
+
+def _infinity(format: Format) -> int:
+    return _ones(format.exponent_bits) << format.mantissa_bits
+
+
+def _nan(format: Format) -> int:
+    if format.nan == "ieee":
+        return _infinity(format) | 1 << (format.mantissa_bits - 1)
+    if format.nan == "all_ones":
+        return _ones(format.exponent_bits + format.mantissa_bits)
+    return 1 << (width(format) - 1) if format.nan == "negative_zero" else _largest(format)

@@ -1,0 +1,88 @@
+"""Matrices in a narrow format, with the scales that they are multiplied with to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Format
+from accelbridge.errors import ConfigError, Unsupported
+from accelbridge.precision import formats
+from accelbridge.precision.scalings import WHOLE
+
+
+def block_counts(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
+    """Blocks along each dimension; the last ones may be smaller."""
+    rows, columns = (1 if size == WHOLE else -(-n // size) for n, size in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """``scale`` for each element of ``shape``; a dimension along which all share it stays 1."""
+    for dim, size in enumerate(block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def dtype_of(format: Format) -> torch.dtype:
+    """torch's dtype of ``format``, or uint8 where it has none."""
+    found = getattr(torch, format.name, torch.uint8) if formats.width(format) == 8 else torch.uint8
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A matrix in ``format``: an element is its decoded code times the scale of its block."""
+
+    payload: Tensor
+    """One code an element: uint8, or torch's dtype of the format. The same bits mean other numbers in another variant
+    (e4m3fn read as e4m3fnuz is halved), so they are read through :meth:`codes`, which asks for the variant meant."""
+    scale: Tensor
+    """float32, one for each block: multiply to dequantize."""
+    format: Format
+    block: tuple[int, int]
+    """Rows and columns that share a scale; :data:`WHOLE` for all of them."""
+
+    def __post_init__(self) -> None:
+        what = f"quantized tensor in {self.format.name}"
+        if self.payload.dtype not in (torch.uint8, dtype_of(self.format)):
+            raise ConfigError(f"{what}: its payload is {self.payload.dtype}; use uint8 or {dtype_of(self.format)}")
+        if self.payload.dim() != 2:
+            raise ConfigError(f"{what}: its payload is {tuple(self.payload.shape)}; make it a matrix")
+        wanted = block_counts(self.payload.shape, self.block)
+        if self.scale.dtype != torch.float32 or tuple(self.scale.shape) != wanted:
+            raise ConfigError(
+                f"{what}: scales are {tuple(self.scale.shape)} {self.scale.dtype}; blocks of {self.block} "
+                f"in {tuple(self.payload.shape)} need {wanted} torch.float32"
+            )
+
+    @classmethod
+    def of_codes(cls, codes: Tensor, scale: Tensor, format: Format, block: tuple[int, int]) -> QuantizedTensor:
+        """From uint8 ``codes`` of ``format``."""
+        return cls(codes.view(dtype_of(format)), scale, format, block)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.payload.shape
+
+    def codes(self, format: str) -> Tensor:
+        """The codes as uint8, for a reader that takes them as ``format``; another variant than ours is refused."""
+        if format != self.format.name:
+            raise Unsupported(
+                f"codes of {self.format.name} asked as {format}: the same bits are other numbers there; dequantize, "
+                f"then quantize anew"
+            )
+        return self.payload.view(torch.uint8)
+
+    def dequantize(self) -> Tensor:
+        """float32: exact where scales are powers of two (and nothing overflows), else rounded once."""
+        value = formats.decode(self.codes(self.format.name), self.format)
+        return value * spread(self.scale, self.block, self.shape)
+
+    def t(self) -> QuantizedTensor:
+        """The transposed matrix, as views."""
+        return replace(self, payload=self.payload.t(), scale=self.scale.t(), block=(self.block[1], self.block[0]))

@@ -1,0 +1,299 @@
+"""Narrow formats against tables written here from their definitions, and the emulated fp8 products."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelbridge.backend import Format
+from accelbridge.errors import ConfigError, Unsupported
+from accelbridge.portable.fp8 import EmulatedFp8
+from accelbridge.portable.matmul import PortableMatmul
+from accelbridge.precision.formats import FORMATS, decode, encode
+from accelbridge.precision.quantized import QuantizedTensor, block_counts
+from accelbridge.precision.scalings import SCALINGS, WHOLE
+
+BYTES = [name for name in FORMATS if name.startswith("float8") and FORMATS[name].signed]
+BACKEND = EmulatedFp8("cpu")
+
+
+# ------------------------------------------------------------------------------------------------------ formats
+
+
+def fp8_value(code: int, exponent_bits: int, bias: int, specials: dict[int, float]) -> float:
+    """The number of an 8-bit code, from sign, exponent and fraction as text."""
+    if code in specials:
+        return specials[code]
+    text = f"{code:08b}"
+    exponent, fraction = int(text[1 : 1 + exponent_bits], 2), text[1 + exponent_bits :]
+    significand = int(fraction, 2) / 2 ** len(fraction) + (exponent > 0)
+    return (-1.0 if text[0] == "1" else 1.0) * significand * 2.0 ** (max(exponent, 1) - bias)
+
+
+def specials(name: str) -> dict[int, float]:
+    nan = math.nan
+    if name.endswith("fnuz"):
+        return {0x80: nan}
+    if name == "float8_e4m3fn":
+        return {0x7F: nan, 0xFF: nan}
+    top = {"float8_e5m2": range(0x7C, 0x80), "float8_e4m3": range(0x78, 0x80)}[name]
+    infinities = {top[0]: math.inf, top[0] + 0x80: -math.inf}
+    return infinities | {code + half: nan for code in top[1:] for half in (0, 0x80)}
+
+
+BIAS = {"float8_e4m3fn": 7, "float8_e4m3fnuz": 8, "float8_e4m3": 7, "float8_e5m2": 15, "float8_e5m2fnuz": 16}
+
+
+def table(name: str) -> list[float]:
+    return [fp8_value(code, int(name[8]), BIAS[name], specials(name)) for code in range(256)]
+
+
+def rounded(x: float, magnitudes: list[float], has_negative_zero: bool) -> tuple[int, bool]:
+    """(code, whether it is too large) of ``x`` by exact comparison with the midpoints of a format's numbers."""
+    step = magnitudes[-1] - magnitudes[-2]
+    ladder = [*magnitudes, magnitudes[-1] + step]
+    size = abs(x)
+    upper = min(bisect_left(ladder, size), len(ladder) - 1)
+    code = upper
+    if upper and size < ladder[upper]:
+        middle = (ladder[upper - 1] + ladder[upper]) / 2
+        code = upper - 1 if size < middle or (size == middle and (upper - 1) % 2 == 0) else upper
+    negative = math.copysign(1.0, x) < 0 and (has_negative_zero or code > 0)
+    return code + 0x80 * negative, code == len(magnitudes)
+
+
+def all_bfloat16() -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_all_codes_decode_as_the_table_says(name: str) -> None:
+    want = torch.tensor(table(name), dtype=torch.float32)
+    got = decode(torch.arange(256, dtype=torch.int32).to(torch.uint8), FORMATS[name])
+    assert torch.equal(got.nan_to_num(nan=12345.0, posinf=math.inf, neginf=-math.inf),
+                       want.nan_to_num(nan=12345.0, posinf=math.inf, neginf=-math.inf))  # fmt: skip
+    assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
+    assert got[got.isfinite()].max() == FORMATS[name].max
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if hasattr(torch, name) and name != "float4_e2m1fn_x2"])
+def test_codes_decode_as_torch_decodes_them(name: str) -> None:
+    dtype = getattr(torch, name)
+    if dtype.itemsize == 1:
+        codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    else:
+        codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    want = codes.view(dtype).float()
+    got = decode(codes, FORMATS[name])
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int32)[~want.isnan()], want.view(torch.int32)[~want.isnan()])
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_number_is_encoded_as_its_own_code(name: str) -> None:
+    count = 16 if name.startswith("float4") else 256 if name.startswith("float8") else 2**16
+    codes = torch.arange(count, dtype=torch.int32).to(torch.uint8 if count <= 256 else torch.int16)
+    value = decode(codes, FORMATS[name])
+    exact = value.isfinite()
+    assert torch.equal(encode(value[exact], FORMATS[name]), codes[exact])
+    if value.isnan().any():
+        assert decode(encode(value[value.isnan()], FORMATS[name]), FORMATS[name]).isnan().all()
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_all_of_bfloat16_is_rounded_as_the_table_says(name: str) -> None:
+    values, x = table(name), all_bfloat16()
+    magnitudes = [v for v in values[:128] if math.isfinite(v)]
+    nonfinite = "inf" if FORMATS[name].nan == "ieee" else "nan"
+    saturated, other = encode(x, FORMATS[name], "saturate").tolist(), encode(x, FORMATS[name], nonfinite).tolist()
+    for number, got, got_other in zip(x.float().tolist(), saturated, other, strict=True):
+        if math.isnan(number):
+            assert math.isnan(values[got])
+            assert math.isnan(values[got_other])
+            continue
+        want, too_large = rounded(number, magnitudes, FORMATS[name].nan != "negative_zero")
+        assert got == want - too_large, number
+        if not too_large:
+            assert got_other == want, number
+        elif nonfinite == "inf":
+            assert values[got_other] == math.copysign(math.inf, number)
+        else:
+            assert math.isnan(values[got_other])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_formats_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    high = torch.arange(2**16, dtype=torch.int64).view(-1, 1) << 16
+    low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = (high | low).to(torch.int32).view(torch.float32).reshape(-1)
+    want, got = x.to(dtype), encode(x, FORMATS[name]).view(dtype)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int16)[~want.isnan()], want.view(torch.int16)[~want.isnan()])
+
+
+def test_scale_and_four_bit_formats() -> None:
+    e8m0, e2m1 = FORMATS["float8_e8m0fnu"], FORMATS["float4_e2m1fn"]
+    x = torch.tensor([1.0, 1.49, 1.5, 2.0**127, 2.0**-127, 0.0, -0.0, -1.0, math.nan, math.inf, 1.75 * 2.0**127])
+    assert encode(x, e8m0).tolist() == [127, 127, 128, 254, 0, 0, 0, 255, 255, 255, 255]
+    assert decode(torch.tensor([0, 127, 254], dtype=torch.uint8), e8m0).tolist() == [2.0**-127, 1.0, 2.0**127]
+    codes = torch.arange(8, dtype=torch.int32).to(torch.uint8)
+    assert decode(codes, e2m1).tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert encode(torch.tensor([0.25, 0.75, 5.0, 7.0, -1e9, math.nan]), e2m1).tolist() == [0, 2, 6, 7, 15, 7]
+
+
+def test_a_float32_is_rounded_once() -> None:
+    # By way of bfloat16 the first would become a tie and go down.
+    x = torch.tensor([1.0625 + 2.0**-20, 1.0625, 1.1875, 1.1875 - 2.0**-20])
+    assert decode(encode(x, FORMATS["float8_e4m3fn"]), FORMATS["float8_e4m3fn"]).tolist() == [1.125, 1.0, 1.25, 1.125]
+
+
+def test_what_a_format_cannot_say_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn.*overflow to inf"):
+        encode(torch.ones(1), FORMATS["float8_e4m3fn"], "inf")
+    with pytest.raises(ConfigError, match=r"overflow to nan"):
+        encode(torch.ones(1), FORMATS["float4_e2m1fn"], "nan")
+    with pytest.raises(ConfigError, match=r"float64.*rounded twice"):
+        encode(torch.ones(1, dtype=torch.float64), FORMATS["float8_e5m2"])
+
+
+# ---------------------------------------------------------------------------------------------------- quantized
+
+
+def codes(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32).to(torch.uint8)
+
+
+def test_codes_of_one_variant_are_not_read_as_another() -> None:
+    q = QuantizedTensor.of_codes(codes([0x38, 0xC0]), torch.ones(1, 1), FORMATS["float8_e4m3fn"], (WHOLE, WHOLE))
+    assert q.dequantize().tolist() == [[1.0, -2.0]]
+    assert q.payload.dtype == torch.float8_e4m3fn
+    assert q.codes("float8_e4m3fn").tolist() == [[0x38, 0xC0]]
+    with pytest.raises(Unsupported, match=r"float8_e4m3fn asked as float8_e4m3fnuz.*dequantize"):
+        q.codes("float8_e4m3fnuz")
+    with pytest.raises(ConfigError, match=r"float8_e4m3fnuz.*payload is torch.float8_e4m3fn"):
+        replace(q, format=FORMATS["float8_e4m3fnuz"])
+    with pytest.raises(ConfigError, match=r"payload is torch.bfloat16"):
+        replace(q, payload=torch.ones(1, 2, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"scales are \(1, 1\).*need \(1, 2\)"):
+        replace(q, block=(1, 1))
+
+
+def test_a_format_without_a_dtype_is_kept_in_bytes() -> None:
+    q = QuantizedTensor.of_codes(codes([0x77, 0x78]), torch.ones(1, 1), FORMATS["float8_e4m3"], (WHOLE, WHOLE))
+    assert q.payload.dtype == torch.uint8
+    assert q.dequantize().tolist() == [[240.0, math.inf]]
+
+
+def test_a_block_has_a_scale_and_transposing_keeps_it() -> None:
+    shape = (130, 260)
+    scale = torch.arange(1.0, 391.0).view(130, 3)
+    ones = torch.full(shape, 0x38, dtype=torch.uint8)
+    q = QuantizedTensor.of_codes(ones, scale, FORMATS["float8_e4m3fn"], (1, 128))
+    value = q.dequantize()
+    assert value[129, [0, 127, 128, 255, 256, 259]].tolist() == [388.0, 388.0, 389.0, 389.0, 390.0, 390.0]
+    assert torch.equal(q.t().dequantize(), value.t())
+    assert block_counts(torch.Size(shape), (128, 128)) == (2, 3)
+
+
+# ----------------------------------------------------------------------------------------------------- products
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scaling", list(SCALINGS))
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_scales_are_the_largest_magnitude_over_the_formats(name: str, scaling: str) -> None:
+    x, format = normal(130, 300), FORMATS[name]
+    q = BACKEND.quantize(x, format, scaling)
+    rows, columns = SCALINGS[scaling].block
+    for i, row in enumerate(x.split(130 if rows == WHOLE else rows)):
+        for j, block in enumerate(row.split(300 if columns == WHOLE else columns, dim=1)):
+            want = (block.abs().max() / format.max).item()
+            if scaling.endswith("_pow2"):
+                want = 2.0 ** math.ceil(math.log2(want))
+            assert q.scale[i, j].item() == (1.0 if scaling == "unit" else want)
+    error = (q.dequantize() - x).abs()
+    smallest = 2.0 ** (1 - format.bias - format.mantissa_bits)
+    limit = torch.maximum(x.abs() * 2.0 ** -(format.mantissa_bits + 1), q.scale.max() * smallest / 2) * 1.00001
+    assert (error <= limit).all()
+
+
+def test_zero_small_and_broken_blocks() -> None:
+    x = torch.zeros(5, 4)
+    x[1], x[2, 0], x[3, 1] = 1e-45, math.inf, math.nan
+    x[4] = 3.0e38
+    q = BACKEND.quantize(x, FORMATS["float8_e4m3fn"], "row")
+    assert q.scale[:2, 0].tolist() == [1.0, 2.0**-126]
+    value = q.dequantize()
+    assert (value[:2] == 0).all()
+    assert value[2:4].isnan().all()
+    assert torch.equal(value[4], x[4])
+    unit = BACKEND.quantize(x, FORMATS["float8_e4m3fn"], "unit").dequantize()
+    assert unit[2].tolist() == [448.0, 0.0, 0.0, 0.0]
+    assert unit[3].isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (1, 1, 1), (5, 300, 7)])
+@pytest.mark.parametrize("scaling", list(SCALINGS))
+def test_a_product_is_that_of_the_dequantized(shape: tuple[int, int, int], scaling: str) -> None:
+    m, k, n = shape
+    a = BACKEND.quantize(normal(m, k), FORMATS["float8_e4m3fn"], scaling)
+    b = BACKEND.quantize(normal(n, k, seed=1), FORMATS["float8_e5m2"], scaling).t()
+    bias = normal(n, seed=2)
+    want = a.dequantize().double() @ b.dequantize().double() + bias.double()
+    gauge = a.dequantize().double().abs() @ b.dequantize().double().abs() + bias.double().abs()
+    got = BACKEND.scaled_mm(a, b, torch.float32, bias)
+    assert got.dtype == torch.float32
+    assert ((got.double() - want).abs() <= (k + 8) * 2.0**-24 * gauge).all()
+    assert torch.equal(BACKEND.scaled_mm(a, b, torch.bfloat16, bias), got.bfloat16())
+
+
+def test_operands_may_be_scaled_differently() -> None:
+    a = BACKEND.quantize(normal(5, 300), FORMATS["float8_e4m3fn"], "block1x128")
+    b = BACKEND.quantize(normal(7, 300, seed=1), FORMATS["float8_e4m3fn"], "block128x128").t()
+    c = BACKEND.quantize(normal(7, 300, seed=1), FORMATS["float8_e4m3fn"], "tensor").t()
+    for right in (b, c):
+        want = a.dequantize().double() @ right.dequantize().double()
+        assert torch.allclose(BACKEND.scaled_mm(a, right, torch.float32).double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_what_cannot_be_quantized_or_multiplied_is_refused() -> None:
+    fn, fnuz = FORMATS["float8_e4m3fn"], FORMATS["float8_e4m3fnuz"]
+    x = normal(4, 4)
+    q = BACKEND.quantize(x, fn, "row")
+    with pytest.raises(Unsupported, match=r'"cpu".*float4_e2m1fn; use one of float8_e4m3fn'):
+        BACKEND.quantize(x, FORMATS["float4_e2m1fn"], "tensor")
+    with pytest.raises(ConfigError, match=r'scaling "rows" asked.*did you mean "row"'):
+        BACKEND.quantize(x, fn, "rows")
+    with pytest.raises(ConfigError, match=r"another layout.*bias=8"):
+        BACKEND.quantize(x, Format("float8_e4m3fn", 4, 3, 8, 240.0, "negative_zero", "saturate"), "tensor")
+    with pytest.raises(ConfigError, match=r"\(4, 4\) torch.float64"):
+        BACKEND.quantize(x.double(), fn, "tensor")
+    with pytest.raises(Unsupported, match=r"float8_e4m3fn x float8_e4m3fnuz; formats that may meet"):
+        BACKEND.scaled_mm(q, BACKEND.quantize(x, fnuz, "row").t(), torch.float32)
+    with pytest.raises(Unsupported, match=r"scale for each term along K.*transpose"):
+        BACKEND.scaled_mm(q, q, torch.float32)
+    with pytest.raises(Unsupported, match=r"torch.float64 asked"):
+        BACKEND.scaled_mm(q, q.t(), torch.float64)
+    with pytest.raises(ConfigError, match=r"\(4, 4\) x \(3, 4\).*K must be equal"):
+        BACKEND.scaled_mm(q, BACKEND.quantize(normal(4, 3), fn, "row").t(), torch.float32)
+    with pytest.raises(ConfigError, match=r"takes quantized tensors, found Tensor"):
+        BACKEND.scaled_mm(x, q, torch.float32)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_smaller_range_of_the_same_codes_is_honoured() -> None:
+    narrow = replace(FORMATS["float8_e4m3fn"], max=240.0)  # some devices clamp there
+    assert BACKEND.quantize(torch.tensor([[300.0, 239.0]]), narrow, "unit").dequantize().tolist() == [[240.0, 240.0]]
+
+
+def test_a_backend_that_does_not_opt_in_refuses() -> None:
+    with pytest.raises(Unsupported, match="has no quantized products"):
+        PortableMatmul("acme").quantize(torch.zeros(2, 2), FORMATS["float8_e4m3fn"], "tensor")
