@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from accelbridge.conformance.mutants import Patch, benign, mutant
-from accelbridge.cpu.collectives import CPU_LOWERINGS, CpuCollectives
 from accelbridge.portable import process_group
+from accelbridge.portable.collectives import TorchCollectives
 from accelbridge.portable.lowerings import REDUCTIONS, Call, copy_options, flatten, nested_map
 from accelbridge.portable.process_group import InterposedGroup, RecordedWork
 
@@ -179,11 +179,11 @@ def low_precision(patch: Patch) -> None:
 def _without(name: str, patch: Patch) -> None:
     """What the host's library does by itself, where nothing puts it right."""
 
-    def __init__(inner: Any, self: Any) -> None:
-        inner(self)
-        self._lowerings = tuple(lowering for lowering in CPU_LOWERINGS if lowering.name != name)
+    def __init__(inner: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        self._lowerings = tuple(lowering for lowering in self._lowerings if lowering.name != name)
 
-    patch(CpuCollectives, "__init__", __init__)
+    patch(TorchCollectives, "__init__", __init__)
 
 
 @mutant("L11", "a NaN is dropped", {"COL-004": ("BOUND", "EXACT")})
