@@ -14,15 +14,25 @@ from accelbridge.backend import (
     Collectives,
     Device,
     DeviceInfo,
+    Matmul,
     Offload,
     Probe,
     Support,
     unsupported,
 )
+from accelbridge.portable.fp8_cells import cells as fp8_cells
 
 CHIPS = 8
-OPS = ("linear", "matmul", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw",
+OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw",
        "vocab_parallel_cross_entropy")  # fmt: skip
+FACTS = {
+    "fp8_variant": "fnuz",  # its e4m3 has no infinities and no negative zero, and 240 is the largest number
+    "fp8_overflow": "asked",
+    "reduce.minmax_nan": "propagates",  # by a lowering
+    "collective.on_mismatch": "abort",  # gloo's own checks end the process
+    "collective.op_mismatch": "undetected",
+    "p2p.tags": "matched",
+}
 
 
 class ToyBackend(Backend):
@@ -44,6 +54,7 @@ class ToyBackend(Backend):
             chip=Chip(chip),
             table=_table(),
             pinned_host_memory=unsupported("the toy chip reads host memory by copies only"),
+            facts=FACTS,
         )
 
     @cached_property
@@ -57,6 +68,12 @@ class ToyBackend(Backend):
         from accelbridge_toy.collectives import ToyCollectives
 
         return ToyCollectives()
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        from accelbridge.portable.fp8 import EmulatedFp8
+
+        return EmulatedFp8(self.name)
 
     @cached_property
     def offload(self) -> Offload:
@@ -79,6 +96,11 @@ def _table() -> dict[tuple[str, str, str], Support]:
             table[op, dtype, "min"] = table[op, dtype, "max"] = Support("full", lowering="nan_minmax")
         for op in ("all_gather", "broadcast", "all_to_all"):
             table[op, dtype, ""] = FULL
-    for op in (*OPS[:3], "all_reduce"):
-        table[op, "float64", "sum" if op == "all_reduce" else ""] = unsupported("the toy chip has no float64")
-    return table
+    for op in ("linear", "attention"):
+        table[op, "float64", ""] = unsupported("the toy chip has no float64")
+    return table | {cell: support for cell, support in fp8_cells().items() if _fnuz(cell[1])}
+
+
+def _fnuz(formats: str) -> bool:
+    """Whether all of "A x B" are of the kind that the chip has."""
+    return all(format.endswith("fnuz") for format in formats.split(" x "))
