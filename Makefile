@@ -43,7 +43,7 @@ certify: install
 
 # The conformance suite's self-proof: every test against every defect that it must see.
 mutants: install
-	$(BIN)/accelbridge conform mutants --out docs/evidence/mutants.md
+	$(BIN)/accelbridge conform mutants --jobs $(WORKERS) --out docs/evidence/mutants.md
 
 # A vendor outside the core: both wheels, in an environment and a folder that hold nothing else, certified at core.
 toy: install

@@ -126,12 +126,13 @@ def diff(
 def mutants(
     only: Annotated[str, typer.Option("--only", metavar="ID[,ID]", help="Mutants or beginnings of test ids.")] = "",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the table as Markdown.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Mutants at a time; each is up to 4 processes.")] = 1,
 ) -> None:
     """The suite's self-proof: every test must turn red under each seeded defect that it names, by the right assertion,
     and stay green on every benign variant."""
     from accelbridge.conformance.selfproof import prove
 
-    sys.exit(prove(_split(only), out, typer.echo))
+    sys.exit(prove(_split(only), out, typer.echo, jobs))
 
 
 def _perform(

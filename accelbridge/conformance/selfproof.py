@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,16 +53,18 @@ class Pair:
         return f"{gravest.status.value} {gravest.code} {gravest.message}".strip()
 
 
-def prove(only: Sequence[str], out: Path | None, say: Callable[[str], object]) -> int:
-    """Run the pairs (of mutants or tests whose ids begin as ``only`` says) and print each; returns an exit code."""
+def prove(only: Sequence[str], out: Path | None, say: Callable[[str], object], jobs: int = 1) -> int:
+    """Run the pairs (of mutants or tests whose ids begin as ``only`` says), ``jobs`` mutants at a time, and print each;
+    returns an exit code."""
     chosen = _chosen(only)
     unproven = [] if only else sorted(set(cases()) - {test for m in mutants().values() for test in m.kills})
     pairs: list[Pair] = []
-    with tempfile.TemporaryDirectory(prefix="accelbridge-mutants-") as folder:
-        for mutant, tests in chosen:
-            for pair in run_mutant(mutant, tests, Path(folder) / mutant.id):
-                pairs.append(pair)
-                say(f"{pair.verdict:13} {mutant.id:5} {pair.test:8} {pair.said if not pair.good else mutant.what}")
+    with tempfile.TemporaryDirectory(prefix="accelbridge-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda job: run_mutant(*job, Path(folder) / job[0].id), chosen):
+            pairs += found
+            for pair in found:
+                what = pair.said if not pair.good else pair.mutant.what
+                say(f"{pair.verdict:13} {pair.mutant.id:5} {pair.test:8} {what}")
     bad = [pair for pair in pairs if not pair.good]
     defects = {pair.mutant.id for pair in pairs if pair.mutant.kills}
     say(f"{len(pairs) - len(bad)} of {len(pairs)} pairs as expected, {len(defects)} mutants, {len(bad)} not")
