@@ -60,7 +60,7 @@ def prove(only: Sequence[str], out: Path | None, say: Callable[[str], object], j
     unproven = [] if only else sorted(set(cases()) - {test for m in mutants().values() for test in m.kills})
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory(prefix="accelbridge-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda job: run_mutant(*job, Path(folder) / job[0].id), chosen):
+        for found in pool.map(lambda job: run_mutant(job[0], job[1], Path(folder) / job[0].id), chosen):
             pairs += found
             for pair in found:
                 what = pair.said if not pair.good else pair.mutant.what

@@ -34,15 +34,6 @@ class CpuDevice(TorchDevice):
         peak = _peak_resident_bytes()
         return {"allocated": process.rss, "peak": peak, "total": psutil.virtual_memory().total}
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSED)
-        return refused or super().is_out_of_memory(error)
-
-
-_REFUSED = ("can't allocate memory", "not enough memory")
-"""What torch's allocator of host memory says on POSIX and on Windows (c10/core/impl/alloc_cpu.cpp); the class of its
-error is a plain RuntimeError."""
-
 
 def _peak_resident_bytes() -> int | None:
     """Highest resident size of this process so far, where the operating system keeps it."""

@@ -19,6 +19,7 @@ from accelbridge.cpu import attention
 from accelbridge.cpu.backend import CpuBackend
 from accelbridge.cpu.device import CpuDevice
 from accelbridge.errors import Unsupported
+from accelbridge.portable.device import TorchDevice
 from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.portable.matmul import PortableMatmul
 from accelbridge.portable.offload import PortableOffload
@@ -170,7 +171,7 @@ plugins._refused = lambda *args: RuntimeError(str(inner(*args)))
 
 @mutant("I9c", "memory that ran out is not told from other errors", {"MEM-007": "ERROR", "OFF-007": "ERROR"})
 def untyped_memory(patch: Patch) -> None:
-    patch(CpuDevice, "is_out_of_memory", lambda inner, self, error: False)
+    patch(TorchDevice, "is_out_of_memory", lambda inner, self, error: False)
 
 
 @mutant("I10", "a mandatory cell is not stated", {"INF-004": "CAPABILITY"})

@@ -15,6 +15,7 @@ from accelbridge.conformance.oracle import small
 from accelbridge.conformance.registry import case
 
 _SIZES = (0, 1, 15, 16, 17, 4095, 2**16 + 1)
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MIB = 2**20
@@ -23,7 +24,7 @@ MIB = 2**20
 def movable(t: Bench) -> list[torch.dtype]:
     """Dtypes that the device holds: all integers, the floats of training, and what else the backend says it moves
     between ranks."""
-    others = [torch.float64, *(getattr(torch, name) for name in calls.FORMATS)]
+    others = [torch.float64, *(getattr(torch, name) for name in _FP8)]
     stated = [d for d in others if t.supported("broadcast", str(d).removeprefix("torch."))]
     return [*_INTEGERS, *_FLOATS, *stated]
 
