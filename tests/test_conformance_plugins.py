@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accelbridge.cli import main
 from accelbridge.conformance.report.model import Report
 from accelbridge.conformance.report.verify import load, verify
 from accelbridge.conformance.status import Status
@@ -107,7 +108,11 @@ def run(name: str, sites: Path, folder: Path, *arguments: str, **env: str) -> tu
     return done.returncode, load(folder / "R"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", SCENES)
+FULL = ("exit", "abort", "raise-later")
+"""Scenes of which others show the like."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in SCENES])
 def test_what_a_bad_plugin_does_is_an_outcome(name: str, sites: Path, tmp_path: Path) -> None:
     scene = SCENES[name]
     code, report, said = run(name, sites, tmp_path, "--only", "MM-007")
@@ -163,18 +168,37 @@ def test_a_plugin_that_hangs_is_ended(sites: Path, tmp_path: Path) -> None:
         (("mutants", "--only", "Q99"), "there is none"),
     ],
 )
-def test_bad_input_is_refused_at_once(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_bad_input_is_refused_at_once(
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = ("--out", str(tmp_path / "R")) if arguments[0] in ("certify", "run") else ()
-    done = run_cli("conform", *arguments, *out, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout
-    assert says in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert conform(monkeypatch, *arguments, *out) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert said.out == ""
     assert not (tmp_path / "R").exists()
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "R").mkdir()
     (tmp_path / "R" / "mine").write_text("precious")
-    done = run_cli("conform", "run", "--backend", "cpu", "--only", "MM-007", "--out", "R", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "not empty" in done.stderr
+    asked = ("run", "--backend", "cpu", "--only", "MM-007", "--out", str(tmp_path / "R"))
+    assert conform(monkeypatch, *asked) == 2
+    assert "not empty" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "R").iterdir()] == ["mine"]
+
+
+def conform(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """``accelbridge conform ARGUMENTS`` in this process: what only refuses needs none of its own."""
+    monkeypatch.setattr(sys, "argv", ["accelbridge", "conform", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code

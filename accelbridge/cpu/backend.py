@@ -148,6 +148,10 @@ def _table() -> dict[tuple[str, str, str], Support]:
             "adamw",
         ):
             table[op, dtype, ""] = FULL
+        if dtype == "float16":
+            table["adamw", dtype, ""] = unsupported(
+                "float16 cannot hold the squares of gradients below 2^-12: keep parameters in float32"
+            )
         low = "float32_reduce" if dtype in ("bfloat16", "float16") else ""
         for op in ("all_reduce", "reduce_scatter", "reduce"):
             table[op, dtype, "sum"] = table[op, dtype, "product"] = Support("full", lowering=low)

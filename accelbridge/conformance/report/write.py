@@ -77,7 +77,9 @@ def _kind(test: Test) -> str:
 
 def as_badge(report: Report) -> str:
     """An SVG badge: the highest level that is held, with the weakest evidence for it."""
-    held = [level for level in report.run.levels if all(report.levels[n].held for n in NEEDS[level])]
+    held = [
+        level for level in report.run.levels if all(n in report.levels and report.levels[n].held for n in NEEDS[level])
+    ]
     complete = report.run.mode == "certify"
     if held and complete:
         label = f"{' + '.join(held)} ({report.levels[held[-1]].evidence})"
