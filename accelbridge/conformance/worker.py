@@ -227,10 +227,15 @@ def _answer(bench: Any, token: str, status: Status, code: str, message: str) -> 
         "message": message,
         "comparisons": bench.found.comparisons,
         "metrics": list(bench.found.metrics.values()),
-        "emulated": bench.found.emulated,
+        "emulated": bench.found.emulated or _host_is_device(bench),
         "cells": sorted(bench.found.cells),
         "notes": bench.found.notes,
     }
+
+
+def _host_is_device(bench: Any) -> bool:
+    """Whether a test of offloading moves what need not move: a device whose memory is the host's."""
+    return bench.case.level == "offload" and not bench.capabilities.pinned_host_memory
 
 
 def _proof(device_type: str, fetched: int, before: int | None, after: int | None) -> str:

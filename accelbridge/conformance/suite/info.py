@@ -128,7 +128,7 @@ def _claimed_ops(t: Bench) -> None:
                 if got is not None:
                     near(t, got, wanted, label)
         elif op in ("quantize", "scaled_mm"):
-            t.covers(op, dtype, variant)
+            t.found.cells.add((op, dtype, variant))  # core does not hang on whether they are emulated
             label, small_call = f"{op} {dtype} {variant}", calls.quantized if op == "quantize" else calls.scaled_product
             found = _claimed(t, label, partial(small_call, t, dtype, variant))
             if found is not None:  # 2 bits of mantissa give 22 dB
