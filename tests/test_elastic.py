@@ -94,6 +94,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, store: Path, strai
     assert "started again by the launcher (restart 1)" in (output / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.full
 def test_killed_before_any_checkpoint_it_starts_over(tmp_path: Path, store: Path) -> None:
     sections = {**SECTIONS, "checkpoint": {"interval": 0}, "train": {"steps": 400}}
     recipe = cli.write_recipe(tmp_path / "early.yaml", store, **sections)

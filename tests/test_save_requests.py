@@ -223,7 +223,7 @@ def failing(ctx: Rank, folder: Path, store: Path) -> None:
         Trainer(recipe, resume="auto").fit()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_fails_saves_its_last_whole_step(tmp_path: Path, store: Path, size: int) -> None:
     run_ranks(failing, size, tmp_path, store, timeout=200)
     straight = cli.steps_of(tmp_path / "straight")

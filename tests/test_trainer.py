@@ -106,6 +106,7 @@ def test_ranks_leave_with_a_killed_launcher_and_others_wait_for_them(tmp_path: P
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
 
 
+@pytest.mark.full
 def test_two_agents_on_one_host_are_two_nodes(tmp_path: Path, store: Path, runs: dict[str, Steps]) -> None:
     recipe = cli.write_recipe(tmp_path / "nodes.yaml", store)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]

@@ -153,7 +153,7 @@ SCENES: tuple[Scene, ...] = (
         code=UNAVAILABLE,
         within=60,
     ),
-    Scene("SIGSTOP of a rank, shorter than the limit", UNHARMED, [("model", 1, 6, "SIGSTOP")], "continue", sample=True),
+    Scene("SIGSTOP of a rank, shorter than the limit", UNHARMED, [("model", 1, 6, "SIGSTOP")], "continue"),
     Scene("SIGSTOP of rank 0, shorter than the limit", UNHARMED, [("model", 0, 6, "SIGSTOP")], "continue"),
     Scene(
         "slow steps on one rank",
