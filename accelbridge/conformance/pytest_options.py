@@ -1,4 +1,5 @@
-"""Options of ``pytest --pyargs accelbridge.conformance.suite``."""
+"""Options of ``pytest --pyargs accelbridge.conformance.suite``: a plugin of pytest, as options of a package's conftest
+are not known yet when the command line is read. Imports nothing else."""
 
 from __future__ import annotations
 
