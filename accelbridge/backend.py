@@ -134,6 +134,13 @@ class Capabilities:
     - ``matmul.float32``: to what operands of float32 products and attention are rounded: "float32", "tf32";
     - ``attention.probabilities``: the dtype to which softmax is rounded before it meets the values; absent: that of
       the query;
+    - ``reduce.precision.DTYPE``: the dtype in which a reduction over DTYPE adds: "float32" (or DTYPE where wider);
+    - ``reduce.minmax_nan``: "undefined", or "propagates" where a NaN wins MIN and MAX whoever holds it;
+    - ``collective.on_mismatch``: what calls that do not fit together end in where they are not checked: "error",
+      "abort" (of the process);
+    - ``collective.op_mismatch``: ranks with other reduce ops: "error", "undetected";
+    - ``p2p.tags``: "ignored", "matched";
+    - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
     - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),

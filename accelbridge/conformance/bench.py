@@ -329,7 +329,8 @@ def _margin(verdict: Verdict) -> float:
         return math.inf
     if verdict.metric.startswith("SQNR"):  # each 6 dB is a factor of 2
         return 0.0 if math.isinf(verdict.value) else 2.0 ** ((verdict.limit - verdict.value) / 6.02)
-    return abs(verdict.value / verdict.limit) if verdict.limit else 0.0
+    used, allowed = (verdict.limit, verdict.value) if verdict.floor else (verdict.value, verdict.limit)
+    return abs(used / allowed) if allowed else 0.0
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -142,6 +142,8 @@ def group_call(t: Bench, op: str, dtype: str, variant: str) -> tuple[Tensor, Ten
     if op == "vocab_parallel_cross_entropy":
         return _vocab_parallel(t, kind)
     size, rank = t.world.size, t.world.rank
+    if variant and op not in ("all_reduce", "reduce_scatter", "reduce"):
+        raise ValueError(f"the suite knows no variants of {op}")
     # 3 rows to each rank: small integers, of which a sum or a product is exact in any float of 8 bits.
     every = torch.stack([t.integers(3 * size, low=1, high=2, name=f"rank{r}") for r in range(size)])
     if op in ("all_reduce", "reduce_scatter", "reduce"):

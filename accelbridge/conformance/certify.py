@@ -42,6 +42,8 @@ class Asked:
 
 def check_levels(levels: Sequence[str]) -> tuple[str, ...]:
     """The levels asked, in order; ConfigError for one that is unknown."""
+    if not levels:
+        raise ConfigError(f"no level asked; known: {', '.join(LEVELS)}")
     for level in levels:
         if level not in LEVELS:
             raise ConfigError(f'level "{level}" asked; known: {", ".join(LEVELS)}{did_you_mean(level, list(LEVELS))}')
@@ -65,8 +67,8 @@ def chosen_cases(levels: Sequence[str], only: Sequence[str]) -> list[Case]:
 def perform(asked: Asked, out: Path, say: Callable[[Outcome, bool | None], None] = lambda _o, _f: None) -> Report:
     """Run what is ``asked`` and write the report into ``out``, which must be new or empty. A backend that cannot even
     start gets a report too, in which every test says why."""
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} asked for the report; it is not empty; name a new folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} asked for the report; it is a file or not empty; name a new folder")
     started, chosen = datetime.now(UTC), chosen_cases(asked.levels, asked.only)
     fresh = secrets.randbelow(2**31) if asked.certify else None
     seeds = (PUBLIC_SEED,) if fresh is None else (PUBLIC_SEED, fresh)
@@ -124,9 +126,9 @@ def _report(
     fresh: int | None,
 ) -> Report:
     backend = introduction["backend"]
-    waivers = applicable(_waivers(), backend["name"], introduction["chip"], times[1])
+    waivers = applicable(known_waivers(), backend["name"], introduction["chip"], times[1])
     tests = {r.case.id: build.test_row(r, introduction["strength"], waivers) for r in results}
-    found = build.levels(asked.levels, tests)
+    found = build.levels(asked.levels, tests, introduction["patched"])
     return Report(
         format="abcr-1",
         headline=build.headline(asked.levels, found, tests.values()),
@@ -152,7 +154,8 @@ def _report(
     )
 
 
-def _waivers() -> list[Waiver]:
+def known_waivers() -> list[Waiver]:
+    """Those that the suite ships."""
     text = files("accelbridge.conformance.spec").joinpath("waivers.toml").read_text()
     return [Waiver.model_validate(entry) for entry in tomllib.loads(text).get("waiver", [])]
 

@@ -26,6 +26,8 @@ class Verdict:
     """Elements compared."""
     message: str = ""
     worst: tuple[int, ...] = ()
+    floor: bool = False
+    """Whether ``limit`` is the least that is good, and not the most."""
     vacuous: bool = False
     """Whether the reference is constant, so that a great many wrong answers would pass too."""
 
@@ -141,9 +143,8 @@ def at_most(value: float, limit: float, metric: str) -> Verdict:
 def at_least(value: float, limit: float, metric: str) -> Verdict:
     """value >= limit."""
     good = value >= limit
-    return Verdict(
-        good, metric, float(value), float(limit), 1, "" if good else f"{metric} {value:g}, at least {limit:g} expected"
-    )
+    text = "" if good else f"{metric} {value:g}, at least {limit:g} expected"
+    return Verdict(good, metric, float(value), float(limit), 1, text, floor=True)
 
 
 def same(got: object, want: object, metric: str) -> Verdict:

@@ -6,6 +6,7 @@ accepted by a vendor's compiler for an absent chip is evidence of its own, not o
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -36,7 +37,8 @@ def strength(backend: Backend, probe: Probe) -> str:
     """
     if backend.device_type == "cpu" and not backend.accelerator:
         return "hardware"
-    if probe.devices and all(_shown(device.path) for device in probe.devices):
+    places = {os.path.realpath(device.path) for device in probe.devices}
+    if probe.devices and len(places) == len(probe.devices) and all(map(_shown, places)):
         return "hardware"
     import torch
 
@@ -46,11 +48,14 @@ def strength(backend: Backend, probe: Probe) -> str:
 
 
 def _shown(path: str) -> bool:
-    """Whether ``path`` is a device: a character device under /dev, or an entry of a bus under /sys."""
-    if not path.startswith(("/dev/", "/sys/bus/")):
-        return False
+    """Whether ``path``, links resolved, is a device: one under /sys/devices, where entries of a bus lead, or a
+    character device under /dev that is neither memory nor a terminal (majors 1, 4 and 5 of Linux)."""
     found = Path(path)
-    return found.is_char_device() if path.startswith("/dev/") else found.exists()
+    if path.startswith("/sys/devices/"):
+        return found.is_dir()
+    if not path.startswith("/dev/") or not found.is_char_device():
+        return False
+    return os.major(found.stat().st_rdev) not in (1, 4, 5)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from pathlib import Path
@@ -34,10 +35,11 @@ def patched_names() -> list[str]:
     for owner in _OWNERS:
         holder = _resolve(owner)
         for name, value in vars(holder).items():
-            inner = inspect.unwrap(value) if type(value) is FunctionType else value
-            if type(inner) is not FunctionType:
+            if type(value) is not FunctionType:
                 continue  # written in C++, a class, a module
-            file = inner.__code__.co_filename
+            file = value.__code__.co_filename
+            if file == contextlib.__file__:  # what @contextmanager made of a function
+                file = inspect.unwrap(value).__code__.co_filename
             if not file.startswith((home, ours, "<")) and not _from_library(value):
                 found.append(f"{owner}.{name} ({file})")
     return sorted(found)

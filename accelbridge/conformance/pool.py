@@ -201,14 +201,14 @@ class Pool:
             with contextlib.suppress(BrokenPipeError):  # it died since the last test: heard of below
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
-        answers, late = self._collect(start + timeout_s, exits)
+        answers, late = self._collect(request["token"], start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)
         outcome.duration_s, outcome.log = time.monotonic() - start, self._name
         if fresh or late or outcome.status not in (Status.PASS, Status.NOT_SUPPORTED, Status.MISTRUSTED):
             self.close()
         return outcome
 
-    def _collect(self, deadline: float, exits: bool) -> tuple[dict[int, dict[str, Any] | None], set[int]]:
+    def _collect(self, token: str, deadline: float, exits: bool) -> tuple[dict[int, dict[str, Any] | None], set[int]]:
         """What each rank answered (None: it died), and who had to be ended because it said nothing."""
         answers: dict[int, dict[str, Any] | None] = {}
         interim: dict[int, dict[str, Any]] = {}
@@ -219,6 +219,8 @@ class Pool:
                 self._abort(waiting)
                 return answers, waiting
             for rank, message in heard.items():
+                if message is not None and message.get("token") != token:
+                    continue  # nobody asked for this
                 if message is not None and message.get("ends_by"):
                     interim[rank] = message
                     continue

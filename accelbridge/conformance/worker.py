@@ -125,7 +125,11 @@ class _Rank:
                 for (op, dtype, variant), cell in sorted(table.items())
             ],
             "patched": patched_names(),
-            "stated": dict(self.capabilities.facts),
+            "stated": {
+                **self.capabilities.facts,
+                **{f"subnormals.{dtype}": what for dtype, what in self.capabilities.subnormals.items()},
+                **({"fallbacks": " ".join(self.capabilities.fallbacks)} if self.capabilities.fallbacks else {}),
+            },
             "strength": strength(self.backend, probe),
         }  # fmt: skip
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from accelbridge.backend import Format
 from accelbridge.conformance.mutants import Patch, benign, mutant
+from accelbridge.cpu import backend as cpu
 from accelbridge.errors import AccelbridgeError
-from accelbridge.portable import fp8, fp8_cells
+from accelbridge.portable import fp8
 from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.precision import formats
 from accelbridge.precision.quantized import QuantizedTensor
@@ -24,7 +25,7 @@ _WHOLE = (-1, -1)
 
 def _declare(**facts: str | int) -> None:
     """Have the backend state other facts than it does."""
-    fp8_cells.FACTS.update(facts)
+    cpu.FACTS.update(facts)
 
 
 # -------------------------------------------------------------------------------------------------------- casts

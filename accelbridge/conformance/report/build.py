@@ -78,16 +78,18 @@ def _waived(id: str, status: Status, code: str, waivers: Iterable[Waiver]) -> tu
     return status, ""
 
 
-def levels(asked: Sequence[str], tests: Mapping[str, Test]) -> dict[str, Level]:
-    """Whether each level that the ``asked`` ones rest upon is held: every id of its list must be there and pass."""
+def levels(asked: Sequence[str], tests: Mapping[str, Test], patched: Sequence[str] = ()) -> dict[str, Level]:
+    """Whether each level that the ``asked`` ones rest upon is held: every id of its list must be there and pass, and
+    torch be as it was installed (``patched`` names what is not)."""
     needed = {needed for level in asked for needed in NEEDS[level]}
-    return {level: _level(must_pass(level), tests) for level in LEVELS if level in needed}
+    return {level: _level(must_pass(level), tests, patched) for level in LEVELS if level in needed}
 
 
-def _level(required: list[str], tests: Mapping[str, Test]) -> Level:
+def _level(required: list[str], tests: Mapping[str, Test], patched: Sequence[str]) -> Level:
     found = {id: tests[id].status if id in tests else Status.MISSING for id in required}
     there = [tests[id] for id in required if id in tests]
     blocking = [f"{id} {status.value}" for id, status in found.items() if status not in HOLDS]
+    blocking += [f"torch PATCHED {name}" for name in patched]
     return Level(
         held=bool(required) and not blocking,
         required=len(required),

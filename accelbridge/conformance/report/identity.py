@@ -22,7 +22,9 @@ _NAMES = ("PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 def suite_files() -> list[Path]:
     """Everything that decides what a test says, in a fixed order."""
-    return sorted(p for p in SUITE.rglob("*") if p.is_file() and p.suffix in (".py", ".txt", ".toml", ".json", ".html"))
+    return sorted(
+        p for p in SUITE.rglob("*") if p.is_file() and p.suffix in (".py", ".txt", ".toml", ".json", ".html", ".svg")
+    )
 
 
 def suite_identity() -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _as_installed() -> bool | None:
     except PackageNotFoundError:
         return None
     recorded = {Path(str(file.locate())): file.hash for file in files if file.hash is not None}
-    there = list(HOME.rglob("*.py"))
+    there = sorted({*HOME.rglob("*.py"), *suite_files()})
     if not any(path in recorded for path in there):
         return None
     return all(path in recorded and _same(path, recorded[path]) for path in there)

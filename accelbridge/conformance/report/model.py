@@ -43,7 +43,7 @@ class Run(_Part):
     fresh_seed: int | None
     filters: list[str]
     """What narrowed the choice of tests; none when certifying."""
-    levels: list[str]
+    levels: list[Literal["core", "train", "fp8", "offload", "scale"]]
 
 
 class Subject(_Part):

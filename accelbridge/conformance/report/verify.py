@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from accelbridge.conformance.registry import NEEDS, must_pass
+from accelbridge.conformance.certify import applicable, known_waivers
+from accelbridge.conformance.evidence import STRENGTHS
+from accelbridge.conformance.pool import Outcome
+from accelbridge.conformance.registry import NEEDS, cases, must_pass
 from accelbridge.conformance.report import build
 from accelbridge.conformance.report.identity import must_pass_sha, suite_identity
-from accelbridge.conformance.report.model import Report, parse
+from accelbridge.conformance.report.model import Report, Subject, parse
 from accelbridge.conformance.report.write import digests, render
 from accelbridge.conformance.status import Status
 from accelbridge.errors import ConfigError
@@ -22,7 +26,7 @@ def load(path: Path) -> Report:
     file = path / "report.json" if path.is_dir() else path
     try:
         return parse(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(
             f"{path} asked as a report; it holds no report.json; name the folder given as --out"
         ) from None
@@ -34,9 +38,11 @@ def verify(folder: Path) -> tuple[list[str], list[str]]:
     """(faults, notes) of the report in ``folder``. A fault means that the report does not say what was found."""
     report = load(folder)
     faults = [*_files(folder, report), *_events(folder, report), *_completeness(report), *_conclusions(report)]
-    identity, notes = suite_identity(), []
-    if report.suite.sha256 != identity["sha256"]:
-        notes.append("made by another version of the suite than this one: its tests cannot be compared")
+    notes = []
+    if report.suite.sha256 != suite_identity()["sha256"]:
+        faults.insert(
+            0, f"made by another suite than this one (its accelbridge is {report.suite.version}): verify it there"
+        )
     if report.suite.unmodified is False:
         faults.append("the suite's files were not those of its distribution")
     if report.suite.unmodified is None:
@@ -47,11 +53,10 @@ def verify(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _files(folder: Path, report: Report) -> list[str]:
-    faults = []
-    recorded = folder / "SHA256SUMS"
-    if not recorded.exists():
+    recorded, faults = folder / "SHA256SUMS", []
+    if not recorded.is_file():
         return ["SHA256SUMS is missing"]
-    said, found = recorded.read_text().splitlines(), digests(folder).splitlines()
+    said, found = recorded.read_text(errors="replace").splitlines(), digests(folder).splitlines()
     for line in sorted(set(said) ^ set(found)):
         name = line.split("  ", 1)[-1]
         faults.append(
@@ -59,38 +64,74 @@ def _files(folder: Path, report: Report) -> list[str]:
         )
     for name, text in render(report).items():
         path = folder / name
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.read_text(encoding="utf-8", errors="replace") != text:
             faults.append(f"{name} does not say what report.json says")
     return faults
 
 
 def _events(folder: Path, report: Report) -> list[str]:
-    """The log of events must tell the same of every test at every world size."""
+    """What the events tell, put together by the same rules, must be what the report says."""
     path = folder / "events.jsonl"
     if not path.exists():
         return ["events.jsonl is missing"]
     try:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        ended = {(e["id"], e["world"]): e["status"] for e in events if e["event"] == "end"}
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        introduction = next((e for e in events if e["event"] == "introduction"), None)
+        results = _results([e for e in events if e["event"] == "end"])
     except (ValueError, KeyError, TypeError):
-        return ["events.jsonl cannot be read as events"]
-    told = {(test.id, world.world): world.status.value for test in report.tests for world in test.worlds}
+        return ["events.jsonl cannot be read as events of this suite"]
+    strength = introduction["strength"] if introduction else STRENGTHS[0]
+    waivers = applicable(known_waivers(), report.backend.name, report.environment.chip, report.run.finished)
+    rows = {r.case.id: build.test_row(r, strength, waivers) for r in results}
+    told = {row.id: row for row in report.tests}
+    faults = [f"{id}: events.jsonl tells otherwise" for id in sorted({*rows, *told}) if rows.get(id) != told.get(id)]
+    if introduction is None:
+        return faults
+    faults += [] if report.waivers == waivers else ["the waivers are not those of the suite"]
+    said = Subject.model_validate(introduction["backend"])
+    faults += [] if report.backend == said else ["the backend is not the one of events.jsonl"]
+    same = all(report.environment.model_dump()[key] == introduction[key] for key in _INTRODUCED)
+    faults += [] if same else ["the environment is not the one of events.jsonl"]
+    if report.cells != build.cells(introduction["cells"], results, rows):
+        faults.append("the cells do not follow from the tests")
+    if report.facts != build.facts(introduction["stated"], results):
+        faults.append("the facts do not follow from the tests")
+    return faults
+
+
+_INTRODUCED = ("chip", "devices", "torch", "software", "patched")
+"""Of the environment, what a rank of the backend has said."""
+
+
+def _results(ends: list[dict[str, Any]]) -> list[build.Result]:
+    """Results from their events, in order."""
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for event in ends:
+        by_id.setdefault(event["id"], []).append(event)
     return [
-        f"{id} at {world} ranks: {ended.get((id, world))} in events.jsonl, {told.get((id, world))} in the report"
-        for id, world in sorted({*ended, *told})
-        if ended.get((id, world)) != told.get((id, world))
+        build.Result(cases()[id], tuple(map(_outcome, found)), tuple(event["falsified"] for event in found))
+        for id, found in by_id.items()
     ]
+
+
+def _outcome(event: dict[str, Any]) -> Outcome:
+    fields = {name: value for name, value in event.items() if name not in ("event", "falsified")}
+    cells = [tuple(cell) for cell in fields["cells"]]
+    return Outcome(**{**fields, "status": Status(fields["status"]), "cells": cells})
 
 
 def _completeness(report: Report) -> list[str]:
     if report.run.mode != "certify":
         return []
-    needed = {needed for level in report.run.levels for needed in NEEDS[level]}
-    faults = [f"level {level} is missing" for level in sorted(needed - set(report.levels))]
+    needed = sorted({needed for level in report.run.levels for needed in NEEDS[level]})
+    faults = [f"level {level} is missing" for level in needed if level not in report.levels]
     there = {test.id for test in report.tests}
-    for level in sorted(needed):
-        if report.suite.must_pass.get(level) == must_pass_sha(level):
-            faults += [f"{id} is mandatory in {level} and missing" for id in must_pass(level) if id not in there]
+    for level in needed:
+        if report.suite.must_pass.get(level) != must_pass_sha(level):
+            faults.append(f"the mandatory ids of {level} were others than this suite's")
+        faults += [f"{id} is mandatory in {level} and missing" for id in must_pass(level) if id not in there]
     return faults
 
 
@@ -99,19 +140,15 @@ def _conclusions(report: Report) -> list[str]:
     faults, tests = [], {test.id: test for test in report.tests}
     if len(tests) != len(report.tests):
         faults.append("a test id appears twice")
-    for test in report.tests:
-        gravest = build.worst(world.status for world in test.worlds)
-        if test.status not in (gravest, Status.WAIVED, Status.XPASS_WAIVER):
-            faults.append(f"{test.id} is said to be {test.status.value}; its ranks say {gravest.value}")
-        if report.run.mode == "certify" and test.status == Status.PASS and not test.falsified:
-            faults.append(f"{test.id} passed and was not falsified")
+    if report.run.mode == "certify":
+        unproven = [test for test in report.tests if test.status == Status.PASS and not test.falsified]
+        faults += [f"{test.id} passed and was not falsified" for test in unproven]
     if report.summary != build.summary(report.tests):
         faults.append("the summary does not count the tests")
-    same_lists = all(report.suite.must_pass.get(level) == must_pass_sha(level) for level in report.levels)
-    if same_lists and report.levels != build.levels(report.run.levels, tests):
+    levels = build.levels(report.run.levels, tests, report.environment.patched)
+    if report.levels != levels:
         faults.append("the levels do not follow from the tests")
-    complete = set(report.levels) >= {needed for level in report.run.levels for needed in NEEDS[level]}
-    if same_lists and complete and report.headline != build.headline(report.run.levels, report.levels, report.tests):
+    if report.headline != build.headline(report.run.levels, levels, report.tests):
         faults.append("the headline does not follow from the levels")
     return faults
 
