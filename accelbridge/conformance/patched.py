@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+import typing_extensions
+
 _OWNERS = (
     "torch",
     "torch.Tensor",
@@ -38,7 +40,7 @@ def patched_names() -> list[str]:
             if type(value) is not FunctionType:
                 continue  # written in C++, a class, a module
             file = value.__code__.co_filename
-            if file == contextlib.__file__:  # what @contextmanager made of a function
+            if file in (contextlib.__file__, typing_extensions.__file__):  # what their decorators make of a function
                 file = inspect.unwrap(value).__code__.co_filename
             if not file.startswith((home, ours, "<")) and not _from_library(value):
                 found.append(f"{owner}.{name} ({file})")

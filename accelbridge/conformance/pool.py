@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,8 @@ class Pool:
         answers, late = self._collect(request["token"], start + timeout_s, exits)
         outcome = self._merge(id, answers, late, exits, timeout_s)
         outcome.duration_s, outcome.log = time.monotonic() - start, self._name
+        if self._folder is not None and not request["kept"]:  # now that every rank has seen it
+            shutil.rmtree(Path(self._folder.name) / request["token"], ignore_errors=True)
         if fresh or late or outcome.status not in (Status.PASS, Status.NOT_SUPPORTED, Status.MISTRUSTED):
             self.close()
         return outcome

@@ -10,7 +10,6 @@ import faulthandler
 import functools
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -162,8 +161,6 @@ class _Rank:
 
         bench.answer = early
         status, code, message = self._run(bench, request["token"])
-        if self.world.rank == 0 and status != Status.FAIL and not request["kept"]:
-            shutil.rmtree(folder, ignore_errors=True)
         return {**_answer(bench, request["token"], status, code, message), "on_device": self._proof(bench, launched)}
 
     def _proof(self, bench: Any, launched: int | None) -> str:
