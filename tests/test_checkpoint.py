@@ -177,3 +177,11 @@ def test_another_models_tensors_are_named(tmp_path: Path) -> None:
         load(tmp_path / "step_1", wanted, None)
     for part in ("c is absent", "b is not in the model", r"a is (1000,), the model has (999,)", "3 differences"):
         assert part in str(error.value)
+
+
+def test_another_dtype_is_no_conversion(tmp_path: Path) -> None:
+    state = make(tmp_path)
+    wanted = {**like(state), "b": torch.zeros(3, 4)}
+    with pytest.raises(CheckpointError, match=r"b is bfloat16, the model has float32 \(1 differences\)"):
+        load(tmp_path / "step_1", wanted, None)
+    assert not wanted["a"].any()
