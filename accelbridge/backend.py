@@ -141,12 +141,12 @@ class Capabilities:
     - ``collective.op_mismatch``: ranks with other reduce ops: "error", "undetected";
     - ``p2p.tags``: "ignored", "matched";
     - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
-    - ``fp8_variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
+    - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
-    - ``fp8_overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
+    - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
       "nonfinite", or "asked" where it does as ``Format.overflow`` says;
-    - ``fp8_accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
-    - ``fp8_promotion``: where that is fewer, terms along K after which a sum moves on to float32 (strictest: 128).
+    - ``fp8.accumulator_bits``: significand bits that :meth:`Matmul.scaled_mm` adds in (strictest: 24, as float32);
+    - ``fp8.promotion``: where that is fewer, terms along K after which a sum moves on to float32 (strictest: 128).
     """
     subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelbridge.conformance.evidence import STRENGTHS
 from accelbridge.conformance.pool import Outcome, Target
-from accelbridge.conformance.registry import LEVELS, NEEDS, Case, cases, must_pass
+from accelbridge.conformance.registry import LEVELS, NEEDS, Case, cases
 from accelbridge.conformance.report import build
 from accelbridge.conformance.report.identity import environment, suite_identity
 from accelbridge.conformance.report.model import Report, Waiver
@@ -183,9 +183,3 @@ def exit_code(report: Report) -> int:
         return HELD if all(level.held for level in report.levels.values()) else NOT_HELD
     fine = {Status.PASS, Status.WAIVED, Status.NOT_SUPPORTED}
     return HELD if set(statuses) <= fine else NOT_HELD
-
-
-def require_complete(levels: Sequence[str]) -> None:
-    """AssertionError where a mandatory id has no test: the suite's own fault, found before anything runs."""
-    missing = [id for level in levels for needed in NEEDS[level] for id in must_pass(needed) if id not in cases()]
-    assert not missing, f"the suite lacks {', '.join(missing)}"

@@ -150,4 +150,4 @@ def at_least(value: float, limit: float, metric: str) -> Verdict:
 def same(got: object, want: object, metric: str) -> Verdict:
     """Equality of two plain values of the same type."""
     good = type(got) is type(want) and got == want
-    return Verdict(good, metric, 0.0 if good else 1.0, 0.0, 1, "" if good else f"{metric}: {got!r}, expected {want!r}")
+    return Verdict(good, metric, 0.0 if good else 1.0, 0.0, 1, "" if good else f"{got!r}, expected {want!r}")

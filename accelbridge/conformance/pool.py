@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,16 @@ class Outcome:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
     """Where the ranks of this test wrote."""
+
+
+def nearest_to_limits(metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the metrics of each name the one that used most of what is allowed."""
+    worst: dict[str, dict[str, Any]] = {}
+    for metric in metrics:
+        kept = worst.get(metric["name"])
+        if kept is None or metric["margin"] > kept["margin"]:
+            worst[metric["name"]] = metric
+    return list(worst.values())
 
 
 class Pool:
@@ -190,12 +200,14 @@ class Pool:
 
     def _once(self, request: Mapping[str, Any], timeout_s: float, fresh: bool, exits: bool) -> Outcome:
         id = request["id"]
-        if not self._broken and (fresh or not self._processes):
-            self._broken = self._start()
-        if self._broken:
+        why = self._broken
+        if not why and (fresh or not self._processes):
+            why = self._start()
+        if why:
             self.close()
-            # The same code broke while it was loaded: not one test's doing, but this test did not run.
-            return Outcome(id, self.world, Status.CRASH, "START", self._broken, log=self._name)
+            # Ranks that have started once may have been slow; those that never did would cost every test its time.
+            self._broken = "" if self.introduction else why
+            return Outcome(id, self.world, Status.CRASH, "START", why, log=self._name)
         start = time.monotonic()
         for process in self._processes:
             assert process.stdin is not None
@@ -250,9 +262,10 @@ class Pool:
 
     def _hear(self, ranks: set[int], deadline: float) -> dict[int, dict[str, Any] | None]:
         """The next message of at least one of ``ranks``, None for one that ended; nothing when time is up."""
-        heard: dict[int, dict[str, Any] | None] = {
-            rank: json.loads(line) for rank in ranks if (line := self._line(rank))
-        }
+        heard: dict[int, dict[str, Any] | None] = {}
+        for rank in ranks:
+            if message := self._message(rank):
+                heard[rank] = message
         if heard:
             return heard
         with selectors.DefaultSelector() as selector:
@@ -266,18 +279,26 @@ class Pool:
                 for key, _ in ready:
                     chunk = os.read(key.fd, 1 << 16)
                     self._buffers[key.data] += chunk
-                    if line := self._line(key.data):
-                        heard[key.data] = json.loads(line)
+                    if message := self._message(key.data):
+                        heard[key.data] = message
                     elif not chunk:
                         heard[key.data] = None
         return heard
 
-    def _line(self, rank: int) -> bytes:
-        """The next whole line of ``rank`` that has been read already; several may have come at once."""
-        line, newline, rest = self._buffers[rank].partition(b"\n")
-        if newline:
+    def _message(self, rank: int) -> dict[str, Any] | None:
+        """The next whole message of ``rank`` that has been read already; several may have come at once. What is no
+        message was written there by somebody else, and is dropped."""
+        while True:
+            line, newline, rest = self._buffers[rank].partition(b"\n")
+            if not newline:
+                return None
             self._buffers[rank] = rest
-        return line if newline else b""
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                return message
 
     def _merge(
         self, id: str, answers: Mapping[int, dict[str, Any] | None], late: set[int], exits: bool, timeout_s: float
@@ -291,16 +312,11 @@ class Pool:
         message = (
             first["message"] if self.world == 1 or not first["message"] else f"rank {first['rank']}: {first['message']}"
         )
-        metrics: dict[str, dict[str, Any]] = {}
-        for metric in (m for answer in told for m in answer["metrics"]):
-            kept = metrics.get(metric["name"])
-            if kept is None or metric["margin"] > kept["margin"]:
-                metrics[metric["name"]] = metric
         proven = bool(told) and all(answer["on_device"] == "proven" for answer in told)
         return Outcome(
             id, self.world, status, first["code"], message,
             comparisons=sum(answer["comparisons"] for answer in told),
-            metrics=list(metrics.values()),
+            metrics=nearest_to_limits(metric for answer in told for metric in answer["metrics"]),
             on_device="proven" if proven else "unproven",
             emulated=any(answer["emulated"] for answer in told),
             cells=sorted({tuple(cell) for answer in told for cell in answer["cells"]}),

@@ -57,7 +57,8 @@ class Case:
     timeout_s: float = 120.0
     revision: int = 1
     spmd: Body | str | None = None
-    """Its meaning under the spmd execution model: another body, or why none is needed. None: the same body."""
+    """Its meaning under the spmd execution model, in one process: another body, or why it holds no question there
+    (NOT_SUPPORTED with that reason). None: the same body, and the same numbers of ranks."""
 
     @property
     def property(self) -> str:

@@ -26,6 +26,8 @@ class Runner:
         self._pools: dict[int, Pool] = {}
         self._stack = ExitStack()
         self._broken = ""
+        self.spmd = False
+        """Whether one process drives all devices; known once :meth:`introduce` was called."""
 
     def __enter__(self) -> Runner:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -49,6 +51,7 @@ class Runner:
             self._broken = why
             raise BackendError(f'backend "{self.target.backend}" asked to be tested; its first process says: {why}')
         self.devices = pool.introduction["device_count"]
+        self.spmd = pool.introduction["backend"]["execution"] == "spmd"
         self._event("introduction", **pool.introduction)
         return pool.introduction
 
@@ -59,7 +62,7 @@ class Runner:
     def run(self, case: Case, falsified: bool = False) -> Iterator[tuple[Outcome, bool | None]]:
         """Run ``case`` at each of its world sizes with every seed; yields what became of it at each world size and,
         if asked, whether falsified outputs turned it red (None where it did not pass)."""
-        for world in case.worlds:
+        for world in self._worlds(case):
             self._event("start", id=case.id, world=world)
             outcome = self._at(case, world)
             red = self._falsified(case, world) if falsified and outcome.status == Status.PASS else None
@@ -69,9 +72,14 @@ class Runner:
             self._event("end", **asdict(outcome), falsified=red)
             yield outcome, red
 
+    def _worlds(self, case: Case) -> tuple[int, ...]:
+        return (1,) if self.spmd and case.spmd is not None else case.worlds
+
     def _at(self, case: Case, world: int) -> Outcome:
         if self._broken:
             return Outcome(case.id, world, Status.CRASH, "START", self._broken)
+        if self.spmd and isinstance(case.spmd, str):
+            return Outcome(case.id, world, Status.NOT_SUPPORTED, "SPMD", case.spmd)
         if world > self.devices:
             text = f"{world} devices needed, {self.devices} found"
             return Outcome(case.id, world, Status.RESOURCE_ERROR, "DEVICES", text)

@@ -35,7 +35,7 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
-FACTS: dict[str, str | int] = {
+FACTS: Mapping[str, str | int] = {
     **FP8_FACTS,
     # gloo's own checks of a message's size end the process (glog's fatal, in the thread of a connection), unless
     # calls are compared before they run. Ranks that name different roots or operations wait until the time limit.

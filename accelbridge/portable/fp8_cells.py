@@ -10,7 +10,7 @@ FAMILIES = (("float8_e4m3fn", "float8_e5m2"), ("float8_e4m3fnuz", "float8_e5m2fn
 MIXED = ("block1x128 x block128x128", "block1x128_pow2 x block128x128_pow2")
 """Activations by weights: scalings that usually meet. Others do too, but are nobody's recipe."""
 EMULATED = Support("emulated", "fp8 operands are widened to float32 and multiplied there")
-FACTS: dict[str, str | int] = {"fp8_variant": "fn fnuz", "fp8_overflow": "asked", "fp8_accumulator_bits": 24}
+FACTS: dict[str, str | int] = {"fp8.variant": "fn fnuz", "fp8.overflow": "asked", "fp8.accumulator_bits": 24}
 
 
 def cells() -> dict[tuple[str, str, str], Support]:

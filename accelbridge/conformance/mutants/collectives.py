@@ -67,7 +67,11 @@ def results(call: Call, group: Any) -> Iterator[Tensor]:
 # ------------------------------------------------------------------------------------------------ wrong values
 
 
-@mutant("L1", "the last rank is missing", {"COL-001": "EXACT", "COL-003": ("BOUND", "EXACT"), "COL-023": "EXACT"})
+@mutant(
+    "L1",
+    "the last rank is missing",
+    {"COL-001": "EXACT", "COL-003": ("BOUND", "EXACT"), "COL-023": "EXACT", "TRN-002": "EXACT"},
+)
 def rank_missing(patch: Patch) -> None:
     def change(call: Call, group: Any) -> Call:
         if call.op in REDUCTIONS and group.rank == group.size - 1 and group.size > 1:
@@ -134,7 +138,7 @@ def shifted(patch: Patch) -> None:
     afterwards(patch, spoil)
 
 
-@mutant("L5", "the tail (numel mod 8) is not reduced", {"COL-001": "EXACT"})
+@mutant("L5", "the tail (numel mod 8) is not reduced", {"COL-001": "EXACT", "TRN-006": "NORM", "TRN-014": "NORM"})
 def tail_not_reduced(patch: Patch) -> None:
     def spoil(call: Call, group: Any) -> Callable[[], object] | None:
         if call.op != "allreduce":
@@ -300,7 +304,11 @@ def subgroup_is_world(patch: Patch) -> None:
     patch(InterposedGroup, "__init__", __init__)
 
 
-@mutant("L17", "the chunks of reduce_scatter lie in reversed rank order", {"COL-008": "EXACT", "COL-023": "EXACT"})
+@mutant(
+    "L17",
+    "the chunks of reduce_scatter lie in reversed rank order",
+    {"COL-008": "EXACT", "COL-023": "EXACT", "TRN-003": "EXACT"},
+)
 def chunks_reversed(patch: Patch) -> None:
     def change(call: Call, group: Any) -> Call:
         if call.op == "reduce_scatter_single":

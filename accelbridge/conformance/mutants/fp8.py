@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelbridge.backend import Format
 from accelbridge.conformance.mutants import Patch, benign, mutant
-from accelbridge.cpu import backend as cpu
+from accelbridge.conformance.mutants.matmul import declare
 from accelbridge.errors import AccelbridgeError
 from accelbridge.portable import fp8
 from accelbridge.portable.fp8 import EmulatedFp8
@@ -21,11 +21,6 @@ from accelbridge.precision import formats
 from accelbridge.precision.quantized import QuantizedTensor
 
 _WHOLE = (-1, -1)
-
-
-def _declare(**facts: str | int) -> None:
-    """Have the backend state other facts than it does."""
-    cpu.FACTS.update(facts)
 
 
 # -------------------------------------------------------------------------------------------------------- casts
@@ -66,7 +61,7 @@ def overflow_misdeclared(patch: Patch) -> None:
     def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
         return inner(x, format, "saturate")
 
-    _declare(fp8_overflow="nonfinite")
+    declare(patch, fp8__overflow="nonfinite")
     patch(formats, "encode", encode)
 
 
@@ -380,7 +375,7 @@ def declared_narrow_accumulator(patch: Patch) -> None:
             total = _truncated(total + left[:, part] @ right[part], 14)
         return total
 
-    _declare(fp8_accumulator_bits=14, fp8_promotion=128)
+    declare(patch, fp8__accumulator_bits=14, fp8__promotion=128)
     _patch_sums(patch, 128, lambda total, part: total + part, stretch)
 
 

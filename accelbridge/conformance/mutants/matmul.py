@@ -63,7 +63,7 @@ def forward(blocks: list[int]) -> list[int]:
     return blocks
 
 
-def declare(patch: Patch, **facts: str) -> None:
+def declare(patch: Patch, **facts: str | int) -> None:
     """Let the CPU backend declare ``facts``, with a dot where a name has two underscores."""
     named = {name.replace("__", "."): value for name, value in facts.items()}
 

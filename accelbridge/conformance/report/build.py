@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from accelbridge.conformance.evidence import weakest
-from accelbridge.conformance.pool import Outcome
+from accelbridge.conformance.pool import Outcome, nearest_to_limits
 from accelbridge.conformance.registry import LEVELS, NEEDS, Case, must_pass
 from accelbridge.conformance.report.model import Cell, Fact, Level, Metric, Test, Waiver, WorldResult
 from accelbridge.conformance.status import HOLDS, Status, worst
@@ -37,11 +37,7 @@ def test_row(result: Result, evidence: str, waivers: Iterable[Waiver]) -> Test:
     code = worst_outcome.code if worst_outcome else ""
     status, waiver = _waived(case.id, status, code, waivers)
     tried = [red for red in result.falsified if red is not None]
-    metrics: dict[str, dict[str, Any]] = {}
-    for metric in (m for outcome in outcomes for m in outcome.metrics):
-        kept = metrics.get(metric["name"])
-        if kept is None or metric["margin"] > kept["margin"]:
-            metrics[metric["name"]] = metric
+    metrics = nearest_to_limits(metric for outcome in outcomes for metric in outcome.metrics)
     proven = bool(outcomes) and all(outcome.on_device == "proven" for outcome in outcomes)
     return Test(
         id=case.id,
@@ -57,7 +53,7 @@ def test_row(result: Result, evidence: str, waivers: Iterable[Waiver]) -> Test:
         on_device="proven" if proven else "unproven",
         evidence=evidence,  # pyright: ignore[reportArgumentType]
         emulated=any(outcome.emulated for outcome in outcomes),
-        metrics=[Metric(**{**m, **{k: number(m[k]) for k in ("value", "limit", "margin")}}) for m in metrics.values()],
+        metrics=[Metric(**{**m, **{k: number(m[k]) for k in ("value", "limit", "margin")}}) for m in metrics],
         worlds=[_world(outcome) for outcome in outcomes],
         waiver=waiver,
     )
@@ -157,8 +153,3 @@ def facts(stated: Mapping[str, Any], results: Iterable[Result]) -> list[Fact]:
         )
         for name in sorted({*stated, *probed})
     ]
-
-
-def as_event(result: Result) -> dict[str, Any]:
-    """A result as it stands in ``events.jsonl``."""
-    return {"id": result.case.id, "falsified": result.falsified, "outcomes": [asdict(o) for o in result.outcomes]}

@@ -96,10 +96,10 @@ def read(q: QuantizedTensor, table: Table) -> Tensor:
 def policies(t: Bench) -> tuple[bool, ...]:
     """Which overflow the backend says it can do: False saturates, True makes infinity or NaN."""
     known = {"saturate": (False,), "nonfinite": (True,), "asked": (False, True)}
-    return known[str(t.capabilities.facts.get("fp8_overflow", "saturate"))]
+    return known[str(t.capabilities.facts.get("fp8.overflow", "saturate"))]
 
 
 def accumulator(t: Bench) -> scaled.Accumulator:
     """What the backend says it adds in."""
     facts = t.capabilities.facts
-    return scaled.Accumulator(int(facts.get("fp8_accumulator_bits", 24)), int(facts.get("fp8_promotion", 128)))
+    return scaled.Accumulator(int(facts.get("fp8.accumulator_bits", 24)), int(facts.get("fp8.promotion", 128)))

@@ -86,7 +86,7 @@ def decode_all_codes(t: Bench) -> None:
 @case("CST-008", "fp8")
 def overflow_policy(t: Bench) -> None:
     """What is too large becomes what the caller's ``Format.overflow`` says, where the backend declares that it can
-    (fact "fp8_overflow"), and is refused where it cannot: around the largest number, its tie with the next one, far
+    (fact "fp8.overflow"), and is refused where it cannot: around the largest number, its tie with the next one, far
     above, infinity and NaN."""
     able = policies(t)
     for table in declared(t, (*E4M3, *E5M2), "unit"):

@@ -222,7 +222,7 @@ def _quantised_blocks(t: Bench, table: Table, scaling: str) -> None:
 
 @case("F8-007", "fp8")
 def variant(t: Bench) -> None:
-    """Code 0x38 as an operand contributes 1.0 in e4m3fn and IEEE's e4m3, 0.5 in e4m3fnuz, and fact "fp8_variant" lists
+    """Code 0x38 as an operand contributes 1.0 in e4m3fn and IEEE's e4m3, 0.5 in e4m3fnuz, and fact "fp8.variant" lists
     the variants whose products are right."""
     right = []
     for name, suffix in zip(E4M3, ("fn", "fnuz", "ieee"), strict=True):
@@ -239,8 +239,8 @@ def variant(t: Bench) -> None:
             t.equal(got, want.contiguous(), name=f"{name} {candidate}")
     if not right:
         t.fail("CAPABILITY", "no product of an e4m3 format is declared")
-    t.note("fp8_variant", " ".join(right))
-    t.same(" ".join(right), str(t.capabilities.facts.get("fp8_variant", "fn")), "fp8_variant", code="FACT")
+    t.note("fp8.variant", " ".join(right))
+    t.same(" ".join(right), str(t.capabilities.facts.get("fp8.variant", "fn")), "fp8.variant", code="FACT")
 
 
 _PLACES = (1, 2, 7, 16, 31, 32, 63, 64, 127, 128, 255, 256, 500, 511, 512, 1000)
@@ -270,8 +270,8 @@ def accumulator_probe(t: Bench) -> None:
         got = t.run(scaled_mm, a, b, torch.float32)
         kept = (got.to("cpu").double() == want).long().cumprod(0).sum(0) + _PROBED.start  # bits, by place
         bits, wide = int(kept.min()), _PROBED.stop
-        t.note("fp8_accumulator_bits", bits)
-        t.same(bits, min(stated.bits, wide), f"fp8_accumulator_bits {name}", code="FACT")
+        t.note("fp8.accumulator_bits", bits)
+        t.same(bits, min(stated.bits, wide), f"fp8.accumulator_bits {name}", code="FACT")
         t.at_least(bits, 13, f"accumulator bits {name}")
         if stated.is_float32:
             t.equal(got, want.float(), code="FACT", name=name)

@@ -26,8 +26,8 @@ CHIPS = 8
 OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw",
        "vocab_parallel_cross_entropy")  # fmt: skip
 FACTS = {
-    "fp8_variant": "fnuz",  # its e4m3 has no infinities and no negative zero, and 240 is the largest number
-    "fp8_overflow": "asked",
+    "fp8.variant": "fnuz",  # its e4m3 has no infinities and no negative zero, and 240 is the largest number
+    "fp8.overflow": "asked",
     "reduce.minmax_nan": "propagates",  # by a lowering
     "collective.on_mismatch": "abort",  # gloo's own checks end the process
     "collective.op_mismatch": "undetected",
