@@ -29,11 +29,9 @@ def refused_by_the_allocator() -> RuntimeError:
 
 
 def test_devices_know_their_errors() -> None:
-    cpu, other = CpuDevice(), TorchDevice("meta")
     real = refused_by_the_allocator()
-    assert cpu.is_out_of_memory(real)
-    assert not other.is_out_of_memory(real)
-    for device in (cpu, other):
+    for device in (CpuDevice(), TorchDevice("meta")):  # the host's memory can run out under any of them
+        assert device.is_out_of_memory(real)
         assert device.is_out_of_memory(torch.OutOfMemoryError("out of memory"))
         assert device.is_out_of_memory(MemoryError())
         assert not device.is_out_of_memory(RuntimeError("shape mismatch"))
