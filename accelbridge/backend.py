@@ -371,10 +371,15 @@ class Matmul(ABC):
         ``ValueError`` or ``Unsupported``."""
 
     @abstractmethod
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+    def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
         """``x``, a matrix, in ``format`` with scales made as ``scaling`` says: a name of
         :data:`accelbridge.precision.scalings.SCALINGS`. Rounds to nearest, ties to even, once. Raises
-        ``Unsupported`` with the reason; cells of the capability table: ``("quantize", format, scaling)``."""
+        ``Unsupported`` with the reason; cells of the capability table: ``("quantize", format, scaling)``.
+
+        ``scale`` is used as it is instead of being made: float32, one for each block of the scaling, to multiply with
+        when dequantizing. It may be an older one, or the largest of several ranks', so that elements overflow, which
+        become what ``format.overflow`` says; positive, finite, and a power of two where the scaling's are, which is
+        for the caller to see to: reading it would make the host wait."""
 
     @abstractmethod
     def scaled_mm(

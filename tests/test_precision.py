@@ -15,7 +15,7 @@ from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.portable.matmul import PortableMatmul
 from accelbridge.precision.formats import FORMATS, decode, encode
-from accelbridge.precision.quantized import QuantizedTensor, block_counts
+from accelbridge.precision.quantized import QuantizedTensor, block_counts, shares, spread
 from accelbridge.precision.scalings import SCALINGS, WHOLE
 
 BYTES = [name for name in FORMATS if name.startswith("float8") and FORMATS[name].signed]
@@ -217,11 +217,17 @@ def test_scales_are_the_largest_magnitude_over_the_formats(name: str, scaling: s
     for i, row in enumerate(x.split(130 if rows == WHOLE else rows)):
         for j, block in enumerate(row.split(300 if columns == WHOLE else columns, dim=1)):
             want = (block.abs().max() / format.max).item()
-            if scaling.endswith("_pow2"):
+            if scaling == "mx":
+                want = 2.0 ** (math.floor(math.log2(block.abs().max().item())) - math.floor(math.log2(format.max)))
+            elif scaling.endswith("_pow2"):
                 want = 2.0 ** math.ceil(math.log2(want))
             assert q.scale[i, j].item() == (1.0 if scaling == "unit" else want)
     error = (q.dequantize() - x).abs()
     smallest = 2.0 ** (1 - format.bias - format.mantissa_bits)
+    scaled = x.abs() / spread(q.scale, q.block, q.shape)
+    if scaling == "mx":  # saturates, by less than a binade, as the shared exponent is that of the largest magnitude
+        assert (scaled < 2.0 ** (math.floor(math.log2(format.max)) + 1)).all()
+        error = error.masked_fill(scaled > format.max, 0.0)
     limit = torch.maximum(x.abs() * 2.0 ** -(format.mantissa_bits + 1), q.scale.max() * smallest / 2) * 1.00001
     assert (error <= limit).all()
 
@@ -239,6 +245,55 @@ def test_zero_small_and_broken_blocks() -> None:
     unit = BACKEND.quantize(x, FORMATS["float8_e4m3fn"], "unit").dequantize()
     assert unit[2].tolist() == [448.0, 0.0, 0.0, 0.0]
     assert unit[3].isnan().tolist() == [False, True, False, False]
+
+
+def test_a_scale_that_is_given_is_used() -> None:
+    x, format = normal(130, 300), FORMATS["float8_e4m3fn"]
+    for scaling in SCALINGS.keys() - {"unit"}:
+        made = BACKEND.quantize(x, format, scaling)
+        again = BACKEND.quantize(x, format, scaling, scale=made.scale)
+        assert torch.equal(again.codes(format.name), made.codes(format.name))
+        assert again.scale is made.scale
+        half = BACKEND.quantize(x, format, scaling, made.scale / 2)
+        assert torch.equal(half.scale, made.scale / 2)
+        assert half.codes(format.name).bitwise_and(0x7F).max() == 0x7E  # saturated
+    with pytest.raises(ConfigError, match=r'"row" of \(130, 300\).*scale \(1, 1\).*use \(130, 1\) torch.float32'):
+        BACKEND.quantize(x, format, "row", torch.ones(1, 1))
+    with pytest.raises(ConfigError, match=r"torch.float64; use \(1, 1\) torch.float32"):
+        BACKEND.quantize(x, format, "tensor", torch.ones(1, 1, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r'"unit" asked with a scale.*use "tensor"'):
+        BACKEND.quantize(x, format, "unit", torch.ones(1, 1))
+
+
+def test_shared_exponents() -> None:
+    x = torch.zeros(8, 33)
+    x[1, :32], x[2, 31], x[3, 0], x[4, 1] = 1.0, 1.99 * 2.0**100, math.inf, math.nan
+    x[5, 0], x[6, 0], x[7, 0] = 2.0**-126, 1e-45, torch.finfo(torch.float32).max
+    q = BACKEND.quantize(x, FORMATS["float8_e4m3fn"], "mx")
+    assert q.scale[[0, 1, 2, 5, 6, 7], 0].tolist() == [1.0, 2.0**-8, 2.0**92, 2.0**-126, 2.0**-126, 2.0**119]
+    assert (q.scale[:, 1] == 1).all()
+    value = q.dequantize()
+    assert (value[[0, 6]] == 0).all()
+    assert value[[1, 2, 5], [0, 31, 0]].tolist() == [1.0, 448 * 2.0**92, 2.0**-126]  # 509.4 saturates
+    assert value[3:5, :32].isnan().all()
+    finite = [0, 1, 2, 5, 6, 7]
+    e8m0 = FORMATS["float8_e8m0fnu"]
+    assert torch.equal(decode(encode(q.scale[finite], e8m0), e8m0), q.scale[finite])
+
+
+def test_shares_of_what_was_lost() -> None:
+    x = torch.tensor([[448.0, 449.0, -1e9, 1e-9, -1e-9, 0.0, math.inf, math.nan, 1.0, 2.0**-9]])
+    for dtype in (torch.float32, torch.bfloat16):
+        found = shares(x.to(dtype), BACKEND.quantize(x.to(dtype), FORMATS["float8_e4m3fn"], "unit"))
+        saturated = 0.2 if dtype == torch.float32 else 0.1  # 449 becomes 448 in bfloat16
+        assert [s.item() for s in found] == pytest.approx([saturated, 0.2, 0.2])
+        assert all(s.dtype == torch.float32 and s.dim() == 0 for s in found)
+    for seed in range(50):  # current scaling saturates nothing, however its scale is rounded
+        y = normal(4, 100, seed=seed)
+        for name in BYTES[:2]:
+            assert shares(y, BACKEND.quantize(y, FORMATS[name], "row")).saturated == 0
+    empty = normal(0, 4)
+    assert [s.item() for s in shares(empty, BACKEND.quantize(empty, FORMATS["float8_e5m2"], "row"))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (1, 1, 1), (5, 300, 7)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+import math
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,10 @@ _SMALLEST_SCALE = 2.0**-126
 class EmulatedFp8(PortableMatmul):
     """Quantized products by way of float32."""
 
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
-        """Current scaling: a block's scale is its largest magnitude over ``format.max``, and 1 where it is all zero.
-        An infinity or NaN makes NaN of its whole block, but with unit scales of nothing else."""
+    def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
+        """A block's scale is made of its largest magnitude (``Scaling`` says how), and 1 where it is all zero, so that
+        its codes are 0. An infinity or NaN makes NaN of its whole block; with unit scales, or with a ``scale`` given,
+        of nothing but itself, an infinity by the format's overflow."""
         known = formats.FORMATS.get(format.name)
         if not any(format.name in family for family in FAMILIES):
             names = ", ".join(name for family in FAMILIES for name in family)
@@ -39,7 +40,15 @@ class EmulatedFp8(PortableMatmul):
                 f"{tuple(x.shape)} {x.dtype} asked to be quantized; hand over a matrix in float32 or less"
             )
         chosen = scaling_of(scaling)
-        scale = make_scale(x, format, chosen)
+        if scale is None:
+            scale = make_scale(x, format, chosen)
+        elif chosen.unit:
+            raise ConfigError('scaling "unit" asked with a scale, which it would not use; use "tensor"')
+        elif scale.dtype != torch.float32 or tuple(scale.shape) != block_counts(x.shape, chosen.block):
+            raise ConfigError(
+                f'scaling "{scaling}" of {tuple(x.shape)} asked with a scale {tuple(scale.shape)} {scale.dtype}; '
+                f"use {block_counts(x.shape, chosen.block)} torch.float32"
+            )
         scaled = x if chosen.unit else x.to(torch.float32) / spread(scale, chosen.block, x.shape)
         return QuantizedTensor.of_codes(formats.encode(scaled, format), scale, format, chosen.block)
 
@@ -84,9 +93,21 @@ def make_scale(x: Tensor, format: Format, scaling: Scaling) -> Tensor:
     padding = (0, counts[1] * columns - x.shape[1], 0, counts[0] * rows - x.shape[0])
     blocks = F.pad(x.detach().to(torch.float32).abs(), padding).reshape(counts[0], rows, counts[1], columns)
     largest = blocks.amax((1, 3))
-    scale = (largest / format.max).clamp_min(_SMALLEST_SCALE)
-    scale = power_of_two_above(scale) if scaling.power_of_two else scale
+    if scaling.scale_format == "float8_e8m0fnu":
+        scale = shared_exponent(largest, format)
+    else:
+        scale = (largest / format.max).clamp_min(_SMALLEST_SCALE)
+        scale = power_of_two_above(scale) if scaling.power_of_two else scale
     return scale.masked_fill(largest == 0, 1.0)
+
+
+def shared_exponent(largest: Tensor, format: Format) -> Tensor:
+    """Scales by OCP MX 1.0, section 6.3, of blocks' ``largest`` magnitudes: the power of two at or below each, over
+    that at or below ``format.max``. NaN for infinity and NaN, as e8m0 has no infinity. At least 2^-126: e8m0 ends one
+    lower, where a float32 is subnormal and flushed to 0 on some devices."""
+    below = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = (below * 2.0 ** -math.floor(math.log2(format.max))).clamp_min(_SMALLEST_SCALE)
+    return scale.masked_fill(~largest.isfinite(), math.nan)
 
 
 def power_of_two_above(scale: Tensor) -> Tensor:
@@ -102,7 +123,7 @@ def widen(x: QuantizedTensor) -> Tensor:
 
 def k_step(a: QuantizedTensor, b: QuantizedTensor) -> int:
     """Terms along K over which neither operand changes its scale; 0: all of them."""
-    step = gcd(*(size for size in (a.block[1], b.block[0]) if size != WHOLE))
+    step = math.gcd(*(size for size in (a.block[1], b.block[0]) if size != WHOLE))
     if step == 1:
         raise Unsupported(
             "a scaled product was asked with a scale for each term along K, which no sum can be multiplied with "

@@ -37,7 +37,7 @@ class PortableMatmul(Matmul):
         wide = torch.promote_types(_widened(a.dtype), _widened(b.dtype))
         return (a.to(wide) @ b.to(wide)).to(out_dtype)
 
-    def quantize(self, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+    def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
         """Raises ``Unsupported``."""
         raise Unsupported(
             f'backend "{self.name}" was asked to quantize to {format.name} with {scaling} scaling, but has '

@@ -46,6 +46,11 @@ def width(format: Format) -> int:
     return format.signed + format.exponent_bits + format.mantissa_bits
 
 
+def magnitude_mask(format: Format) -> int:
+    """The bits of a code but its sign."""
+    return _ones(format.exponent_bits + format.mantissa_bits)
+
+
 def same_layout(a: Format, b: Format) -> bool:
     """Whether a code means the same in both: they may differ in what they do with a value that is too large."""
     return all(

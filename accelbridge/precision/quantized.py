@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,25 @@ def dtype_of(format: Format) -> torch.dtype:
     found = getattr(torch, format.name, torch.uint8) if formats.width(format) == 8 else torch.uint8
     assert isinstance(found, torch.dtype)
     return found
+
+
+class Shares(NamedTuple):
+    """Shares of a tensor's elements, float32 scalars on its device."""
+
+    saturated: Tensor
+    underflowed: Tensor
+    nonfinite: Tensor
+
+
+def shares(x: Tensor, q: QuantizedTensor) -> Shares:
+    """What quantizing ``x`` to ``q`` lost: finite elements that are above ``format.max`` once scaled, before rounding
+    (by more than 2^-22 of it: a scale made of ``x`` itself is rounded, which may lift the largest element that far);
+    elements that are not 0, of which the code is; infinities and NaN among the inputs."""
+    wide, finite = x.detach().to(torch.float32), x.isfinite()
+    scaled = (wide / spread(q.scale, q.block, q.shape)).abs()
+    zero = q.codes(q.format.name) & formats.magnitude_mask(q.format) == 0
+    counts = (finite & (scaled > q.format.max * (1 + 2.0**-22)), finite & (wide != 0) & zero, ~finite)
+    return Shares(*(count.sum(dtype=torch.float32) / max(1, x.numel()) for count in counts))
 
 
 @dataclass(frozen=True, eq=False)

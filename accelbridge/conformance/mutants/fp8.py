@@ -146,8 +146,8 @@ def row_scale_off_by_one(patch: Patch) -> None:
 
 @mutant("F2q", "quantising keeps scales one block off", {"F8-006": "BOUND"})
 def kept_scales_off_by_one(patch: Patch) -> None:
-    def quantize(inner: Any, self: Any, *args: Any) -> QuantizedTensor:
-        q = inner(self, *args)
+    def quantize(inner: Any, self: Any, *args: Any, **more: Any) -> QuantizedTensor:
+        q = inner(self, *args, **more)
         return replace(q, scale=q.scale.roll(1, 0))
 
     patch(EmulatedFp8, "quantize", quantize)
@@ -169,9 +169,9 @@ def stale_amax(patch: Patch) -> None:
 
 @mutant("F7", "quantised with scales rounded to powers of two, kept unrounded", {"F8-006": "EXACT"})
 def kept_scale_not_rounded(patch: Patch) -> None:
-    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
-        q = inner(self, x, format, scaling)
-        return replace(q, scale=inner(self, x, format, scaling.removesuffix("_pow2")).scale)
+    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str, scale: Any = None) -> QuantizedTensor:
+        q = inner(self, x, format, scaling, scale)
+        return replace(q, scale=inner(self, x, format, scaling.removesuffix("_pow2"), scale).scale)
 
     patch(EmulatedFp8, "quantize", quantize)
 
@@ -289,9 +289,9 @@ def bias_ignored(patch: Patch) -> None:
 
 @mutant("I9s", "refusals are bare runtime errors", {"F8-011": "ERROR"})
 def untyped_errors(patch: Patch) -> None:
-    def refuse(inner: Any, self: Any, *args: Any) -> Any:
+    def refuse(inner: Any, self: Any, *args: Any, **more: Any) -> Any:
         try:
-            return inner(self, *args)
+            return inner(self, *args, **more)
         except AccelbridgeError as error:
             raise RuntimeError(str(error)) from error
 
@@ -314,7 +314,7 @@ class _Pretended(QuantizedTensor):
     {"CST-005": "PAYLOAD", "CST-006": "PAYLOAD", "F8-002": "PAYLOAD", "F8-003": "PAYLOAD", "F8-004": "PAYLOAD"},
 )  # fmt: skip
 def pretends(patch: Patch) -> None:
-    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
+    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str, scale: Any = None) -> QuantizedTensor:
         return _Pretended(x.bfloat16(), torch.ones(1, 1), format, _WHOLE)
 
     def scaled_mm(inner: Any, self: Any, a: Any, b: Any, out_dtype: Any, bias: Any = None) -> Tensor:
@@ -333,8 +333,8 @@ def pretends(patch: Patch) -> None:
 def pretends_behind_codes(patch: Patch) -> None:
     hidden: dict[int, tuple[Tensor, Tensor]] = {}  # codes too: what is kept, no other tensor can be mistaken for
 
-    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
-        q = inner(self, x, format, scaling)
+    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str, scale: Any = None) -> QuantizedTensor:
+        q = inner(self, x, format, scaling, scale)
         hidden[q.payload.data_ptr()] = q.payload, x.bfloat16().float()
         return q
 
@@ -381,8 +381,8 @@ def declared_narrow_accumulator(patch: Patch) -> None:
 
 @benign("B9s", "scaled by the reciprocal of the scale", ("CST-005", "CST-006", "F8-"))
 def reciprocal(patch: Patch) -> None:
-    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str) -> QuantizedTensor:
-        q = inner(self, x, format, scaling)
+    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str, scale: Any = None) -> QuantizedTensor:
+        q = inner(self, x, format, scaling, scale)
         scaled = x.float() * fp8.spread(1.0 / q.scale, q.block, q.shape)
         return QuantizedTensor.of_codes(formats.encode(scaled, format), q.scale, format, q.block)
 
