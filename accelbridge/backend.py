@@ -539,6 +539,10 @@ class Execution(ABC):
         return self.sum(torch.stack(list(shares))).tolist()
 
     @abstractmethod
+    def largest(self, x: Tensor) -> Tensor:
+        """The elementwise largest over all processes, of a float32 tensor without NaN; stays on the device."""
+
+    @abstractmethod
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Waits for all of them, so it belongs between steps."""
 

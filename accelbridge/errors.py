@@ -89,6 +89,12 @@ class OutOfMemoryError(AccelbridgeError):
     exit_code = 5
 
 
+class DesynchronisedError(AccelbridgeError):
+    """Ranks that have come to hold different numbers where all must hold the same."""
+
+    exit_code = 6
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """Return ``'; did you mean "x"?'`` for the closest of ``known``, or an empty string."""
     from difflib import get_close_matches

@@ -23,7 +23,7 @@ from accelbridge.checkpoint.metadata import read_metadata
 from accelbridge.checkpoint.together import gathered
 from accelbridge.errors import CheckpointError
 
-_OPTIONAL = ("rng.", "loss_scale.")
+_OPTIONAL = ("rng.", "loss_scale.", "fp8.")
 """Entries that a run may leave unread: those of other ranks, or of a precision that it does not use."""
 
 

@@ -98,7 +98,7 @@ class Estimates:
         parameters = kinds.get("parameters", 0) // _width(precision.params)
         whole = parameters * self._layout.dp_shard
         sharded = self._layout.dp_shard > 1
-        self.gathered = whole * _width(precision.compute) if sharded and self._layout.zero < 3 else 0
+        self.gathered = whole * _width(precision.arithmetic) if sharded and self._layout.zero < 3 else 0
         """Parameters that stay whole within a step (ZeRO 1 and 2)."""
         accumulates = sharded and self._layout.zero == 1 and prepared.microbatches > 1
         self._whole_gradients = whole * _width(precision.reduce) if accumulates else 0
@@ -121,7 +121,7 @@ class Estimates:
             config.model,
             layout or self._layout,
             (size or self._size, config.train.seq_len),
-            dtype or config.precision.compute,
+            dtype or config.precision.arithmetic,
             self._prepared.plan.loaders,
             segments=config.data.document_mask,
         )

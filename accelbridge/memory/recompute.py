@@ -40,7 +40,8 @@ def bind(recompute: Recompute, compiled: bool) -> None:
             f"memory.recompute selective with train.compile asked; torch {torch.__version__} cannot tell a compiler "
             "which op made a kernel (torch.fx.traceback.annotate); set memory.recompute to full or none"
         )
-    ops.bind({name: kept(name, op) for name, op in ops.bound().items() if name not in recompute.ops})
+    listed = {*recompute.ops, *(["fp8_linear"] if "linear" in recompute.ops else [])}  # linear, whatever its precision
+    ops.bind({name: kept(name, op) for name, op in ops.bound().items() if name not in listed})
 
 
 def kept(name: str, op: Op) -> Op:

@@ -26,6 +26,12 @@ DECODER_SPEC = ShardingSpec(
 """Of :class:`accelbridge.models.decoder.Decoder`."""
 
 
+def decoder_linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Full name -> (out, in) of its linear layers with a weight of their own."""
+    shapes = {name.removesuffix(".weight"): shape for name, shape in decoder_shapes(model).items()}
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2 and name != "embed"}
+
+
 def decoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Full name -> full shape of every parameter of :class:`accelbridge.models.decoder.Decoder`, in its order."""
     dim, ffn = model.dim, model.resolved_ffn_dim

@@ -25,12 +25,14 @@ from accelbridge.ops.keyed_dropout import dropout, dropout_keys, dropout_stream
 from accelbridge.ops.layers import embedding, linear, rms_norm, rope, rope_table, swiglu
 from accelbridge.ops.losses import cross_entropy, vocab_parallel_cross_entropy
 from accelbridge.ops.masks import visible_keys
+from accelbridge.precision.linear import fp8_linear
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "cross_entropy": cross_entropy,
     "dropout": dropout,
     "embedding": embedding,
+    "fp8_linear": fp8_linear,
     "linear": linear,
     "rms_norm": rms_norm,
     "rope": rope,
@@ -87,6 +89,7 @@ __all__ = [
     "dropout_keys",
     "dropout_stream",
     "embedding",
+    "fp8_linear",
     "linear",
     "reference",
     "reset",

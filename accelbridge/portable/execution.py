@@ -217,6 +217,11 @@ class EagerExecution(Execution):
                 dist.all_reduce(x, group=self._started.get_group(axis))
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        if self._layout.size > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
     def any(self, flag: bool) -> bool:
         return self.any_of([flag])[0]
 

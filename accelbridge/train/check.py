@@ -139,8 +139,7 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
             f"precision.params {precision.params} asked; precision.compute is float16, whose updates are lost in less "
             "than float32; set precision.params: float32"
         )
-    for section in ("compute", "params"):
-        dtype = getattr(precision, section)
+    for section, dtype in (("compute", precision.arithmetic), ("params", precision.params)):
         support = capabilities.support("linear", dtype)
         if not support:
             raise ConfigError(

@@ -18,6 +18,7 @@ from accelbridge.data.config import DataConfig
 from accelbridge.guards.config import GuardsConfig
 from accelbridge.memory.config import RecomputeSetting
 from accelbridge.models.config import ModelConfig
+from accelbridge.precision.config import Fp8Config
 from accelbridge.train.checkpoint_config import CheckpointConfig, check_schedule
 from accelbridge.train.metrics_config import MetricsConfig
 from accelbridge.train.places import Places
@@ -28,7 +29,7 @@ Degree = Annotated[int, Field(ge=1, lt=2**31)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
 """At most 30 days: what takes a number of seconds turns far greater ones into an overflow."""
-ComputeDtype = Annotated[Literal["float32", "bfloat16", "float16"], SpelledDtype]
+ComputeDtype = Annotated[Literal["float32", "bfloat16", "float16", "fp8"], SpelledDtype]
 WideDtype = Annotated[Literal["float32", "bfloat16"], SpelledDtype]
 Text = Annotated[str, Field(min_length=1)]
 Place = Literal["device", "host", "nvme"]
@@ -124,13 +125,21 @@ class PrecisionConfig(Section):
     """Dtypes. The optimizer always works on ``params``; ``compute`` is what matmuls run in."""
 
     compute: ComputeDtype = "float32"
-    """float16 needs ``params: float32`` and scales the loss."""
+    """float16 needs ``params: float32`` and scales the loss. fp8: products of linear layers have 8-bit operands, as
+    ``fp8`` says, and all else is bfloat16."""
     reduce: WideDtype = "float32"
     """Of gradients, on the wire as well."""
     params: WideDtype = "float32"
     """Of the parameters and moments that the optimizer keeps."""
     loss_scale: LossScaleChoice = "dynamic"
     """With compute float16: "dynamic", a section that tunes it, or a number that stays; overflows are skipped."""
+    fp8: Fp8Config | None = None
+    """With compute fp8: which formats and scales; absent: the defaults."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype of activations, and of what is not a product in fp8."""
+        return "bfloat16" if self.compute == "fp8" else self.compute
 
     @model_validator(mode="after")
     def _scale_is_used(self) -> PrecisionConfig:
@@ -139,6 +148,8 @@ class PrecisionConfig(Section):
                 f"loss_scale asked; compute is {self.compute}, which needs no scaled loss; remove loss_scale, or set "
                 "compute: float16"
             )
+        if self.compute != "fp8" and self.fp8 is not None:
+            raise ValueError(f"fp8 asked; compute is {self.compute}; set compute: fp8, or remove the section fp8")
         return self
 
 

@@ -28,6 +28,7 @@ from accelbridge.train.check import (
     resolve_layout,
 )
 from accelbridge.train.config import TrainConfig
+from accelbridge.train.fp8_plan import Fp8Run, carried
 from accelbridge.train.restart import resume_after_restart
 from accelbridge.train.resume import CHECKPOINTS, Resume, check_same_order, path_of, refuse_other_run, resume_point
 from accelbridge.train.run_plan import Provided, plan_run
@@ -75,6 +76,7 @@ class Prepared:
     resume: Resume | None
     plan: ExecutionPlan
     recompute: Recompute = field(default_factory=Recompute)
+    fp8: Fp8Run | None = None
     continues: bool = False
     """Whether it may go on with what ``output.dir`` holds, from a checkpoint or, where there is none, from step 0."""
 
@@ -148,13 +150,16 @@ def _prepare(
                 refuse_other_run(output)
     resumed = resume_point(config, resume) if writes else None
     stores = {"train": train, "validation": validation}
-    plan, recompute = plan_run(config, world, target, layout, size, stores, resumed, provided)
+    plan, recompute, fp8 = plan_run(config, world, target, layout, size, stores, resumed, provided)
     if resumed is not None:
         check_same_order(config, resumed, plan.contract)
+        carried(fp8, resumed.manifest)
     if writes:
         _make_writable(output)  # last: whatever else is wrong leaves no folder behind
     continues = str(resume) != "none"
-    return Prepared(config, world, target, layout, size, count, train, validation, resumed, plan, recompute, continues)
+    return Prepared(
+        config, world, target, layout, size, count, train, validation, resumed, plan, recompute, fp8, continues
+    )
 
 
 def _check_split(config: TrainConfig, layout: Layout, target: Target, provided: Provided) -> None:

@@ -10,6 +10,7 @@ from accelbridge.data.loader import PackedSamples, Samples, describe_samples
 from accelbridge.errors import ConfigError
 from accelbridge.models.dropout import Dropout
 from accelbridge.parallel.layout import Layout
+from accelbridge.precision.convert import linears
 from accelbridge.train.build import sharding_spec
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.loss import Loss, NextTokenLoss
@@ -53,6 +54,7 @@ def provided(
         dropout=dropout,
         vocab_head=vocab_head,
         parameters=parameters,
+        linears=linears(model),
         units=sum(bool(name) and spec.is_unit(name) for name, _ in model.named_modules()),
         spec=spec,
         notes=notes,

@@ -264,7 +264,7 @@ _YES, _NO = {"yes", "on", "y", "true"}, {"no", "off", "n", "false"}
 
 def _about_dtype(name: str) -> str:
     if name.lower().startswith(("fp8", "float8", "e4m3", "e5m2", "mxfp", "fp4", "nvfp")):
-        return f"; {name} is not supported yet: use bfloat16"
+        return "; for products in 8 bits set precision.compute: fp8, and formats under precision.fp8"
     if name.lower().startswith(("int", "uint")):
         return f"; {name} holds no fractions, so nothing can be trained in it: use bfloat16"
     return "; float16 serves as precision.compute only: use bfloat16" if name == "float16" else ""

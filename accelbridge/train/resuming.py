@@ -96,9 +96,13 @@ def tell(passed: list[dict[str, Any]], resume: Resume | None) -> list[str]:
     return lines
 
 
-def absent_entries(manifest: Manifest, world_size: int, backend: str) -> tuple[str, ...]:
+def absent_entries(manifest: Manifest, world_size: int, backend: str, amax_histories: bool) -> tuple[str, ...]:
     """Prefixes of entries that a checkpoint has not, or has for other ranks or another kind of device; they stay as
     they start."""
     same_ranks = manifest.world_size == world_size and manifest.plan.get("backend") == backend
     unscaled = manifest.setting("recipe", "precision.compute") != "float16"
-    return (*(() if same_ranks else ("rng.",)), *((PREFIX,) if unscaled else ()))
+    return (
+        *(() if same_ranks else ("rng.",)),
+        *((PREFIX,) if unscaled else ()),
+        *(() if amax_histories else ("fp8.",)),
+    )

@@ -19,7 +19,9 @@ from accelbridge.models.shapes import decoder_shapes
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.plan import ExecutionPlan, PlanInputs, resolve
+from accelbridge.precision.filters import Shapes
 from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
+from accelbridge.train.fp8_plan import Fp8Run, plan_fp8
 from accelbridge.train.groups import group_notes, rules
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Provided:
     notes: Sequence[str] = ()
     parameters: Mapping[str, Sequence[int]] | None = None
     """Full name and shape of the parameters of its own model."""
+    linears: Shapes = field(default_factory=dict)
+    """Full name and (out, in) of its linear layers."""
     units: int = 0
     """Shard units of the script's own model."""
     spec: ShardingSpec = field(default_factory=ShardingSpec)
@@ -60,13 +64,21 @@ def plan_run(
     stores: Mapping[str, TokenStore | None],
     resume: Resume | None,
     provided: Provided,
-) -> tuple[ExecutionPlan, Recompute]:
-    """The plan of a run, and what it recomputes. Raises what :func:`accelbridge.plan.resolve` raises, and ConfigError
-    for a recomputation that cannot be had."""
+) -> tuple[ExecutionPlan, Recompute, Fp8Run | None]:
+    """The plan of a run, what it recomputes, and what it does in fp8. Raises what :func:`accelbridge.plan.resolve` and
+    :func:`accelbridge.train.fp8_plan.plan_fp8` raise, and ConfigError for a recomputation that cannot be had."""
     recompute = _listed_recompute(config, provided)  # before a plan is made: it may name an op that isn't there
-    plan = _resolve(config, world, target, layout, stores, resume, provided)
+    fp8 = plan_fp8(config, target, layout, microbatch * config.train.seq_len, provided)
+    plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
-    return _with_units(plan, recompute, config.train.compile), recompute
+    return _with_units(plan, recompute, config.train.compile), recompute, fp8
+
+
+def _with_fp8(plan: ExecutionPlan, fp8: Fp8Run | None) -> ExecutionPlan:
+    if fp8 is None:
+        return plan
+    contract = {**plan.contract, "fp8": fp8.contract}
+    return replace(plan, ops=(*plan.ops, *fp8.rows), notes=(*plan.notes, *fp8.notes), contract=contract)
 
 
 def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | None:
@@ -94,7 +106,7 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     assert setting.budget is not None
     shape = (microbatch, config.train.seq_len)
     activations = measure(
-        config.model, layout, shape, config.precision.compute, plan.loaders, segments=config.data.document_mask
+        config.model, layout, shape, config.precision.arithmetic, plan.loaders, segments=config.data.document_mask
     )
     return choose(activations, config.model.layers, setting.budget)
 
@@ -109,7 +121,7 @@ def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> Ex
 
 def _decoder_requests(config: TrainConfig) -> list[Request]:
     assert config.model is not None, "prepare() checked it"
-    return decoder_requests(config.model, config.precision.compute, config.train.seq_len, config.data.document_mask)
+    return decoder_requests(config.model, config.precision.arithmetic, config.train.seq_len, config.data.document_mask)
 
 
 def _resolve(
@@ -121,7 +133,7 @@ def _resolve(
     resume: Resume | None,
     provided: Provided,
 ) -> ExecutionPlan:
-    dtype = config.precision.compute
+    dtype = config.precision.arithmetic
     model = [] if config.model is None else _decoder_requests(config)
     dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
@@ -182,7 +194,7 @@ def _update(config: TrainConfig) -> Request:
 def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
     """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
     vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
-    compute, reduce = config.precision.compute, config.precision.reduce
+    compute, reduce = config.precision.arithmetic, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
         wire["all_gather", compute, ""] = None
@@ -200,6 +212,10 @@ def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> li
         wire["reduce_scatter", compute, "sum"] = None
     if layout.size > 1:
         wire["all_reduce", "float32", "sum"] = None  # loss, count and norm
+    if layout.size > 1 and config.precision.compute == "fp8":
+        wire["all_reduce", "float32", "max"] = None  # largest magnitudes, and what counters found
+    if config.precision.fp8 is not None and config.precision.fp8.gather:
+        wire["all_gather", "uint8", ""] = None
     return list(wire)
 
 

@@ -33,6 +33,7 @@ from accelbridge.data.loader import (
     evaluation_batches,
 )
 from accelbridge.errors import ConfigError, DataError
+from accelbridge.guards.fp8 import Fp8Guard
 from accelbridge.guards.guards import Guards
 from accelbridge.guards.masked_update import masked_step
 from accelbridge.guards.rollback import roll_back
@@ -41,9 +42,11 @@ from accelbridge.memory import recompute
 from accelbridge.memory.advice import explained_out_of_memory
 from accelbridge.memory.use import MemoryUse
 from accelbridge.models.dropout import name_sites
+from accelbridge.precision.convert import convert
 from accelbridge.train.build import build_model, check_equal, initialiser, sharding_spec
 from accelbridge.train.config import TrainConfig
 from accelbridge.train.emergency import open_ballot, save_last_step
+from accelbridge.train.fp8_plan import carried
 from accelbridge.train.lock import OutputLock
 from accelbridge.train.logs import RankLog, log
 from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_batch, gather_split, unpack_logits
@@ -243,6 +246,8 @@ class Trainer:
             scale.step(self.optimizer, norm, mask)
             values["skipped_updates"] = scale.skipped
         self.optimizer.zero_grad()
+        if self.fp8 is not None:
+            self.fp8.update(self.execution.largest)
         return values
 
     @property
@@ -333,6 +338,7 @@ class Trainer:
             scaled=self._loss_scale is not None,
             interval=config.metrics.interval,
         )
+        self._fp8_guard = Fp8Guard(self.fp8) if self.fp8 is not None else None
         self._open_checkpoints()
         coordinates = self.execution.data_coordinates
         assert self._train is not None, "prepare() saw that there is training data"
@@ -393,10 +399,14 @@ class Trainer:
         freeze(model, config.optimizer)
         spec = sharding_spec(model, self.prepared.layout)
         initialise = initialiser(model, config.train.seed)
-        precision = Precision(config.precision.compute, config.precision.reduce, config.precision.params)
+        precision = Precision(config.precision.arithmetic, config.precision.reduce, config.precision.params)
         self.parameters = sum(p.numel() for p in model.parameters())
         finish = recompute.finisher(self.prepared.recompute, self.execution.compile if config.train.compile else None)
+        fp8, matmul = self.prepared.fp8, self.prepared.target.backend.matmul
+        self.fp8 = convert(model, fp8.recipe, matmul, fp8.filtered.chosen) if fp8 is not None else None
         self.model = self.execution.realise(model, spec, precision, initialise, finish)
+        if self.fp8 is not None:
+            self.fp8.start(self.execution.device, self.execution.largest)
 
     def _open_checkpoints(self) -> None:
         prepared, config, world = self.prepared, self.config, self.prepared.world
@@ -412,10 +422,14 @@ class Trainer:
         self._warnings = tell(self._passed_over, resume)
         if resume is not None:
             state = self._state()
-            left_out = absent_entries(resume.manifest, world.size, self.plan.backend)
+            amax = carried(prepared.fp8, resume.manifest)
+            left_out = absent_entries(resume.manifest, world.size, self.plan.backend, amax.histories)
             state = {name: t for name, t in state.items() if not name.startswith(left_out)}
             load(resume.path, state, group)
             self._restore(state)
+            if amax.converted and self.fp8 is not None:
+                self.fp8.rescale()
+            self._amax_note = amax.note
             log.info("resumed from %s at step %d", resume.path, self.step)
         self.checkpointer = Checkpointer(
             root,
@@ -451,6 +465,8 @@ class Trainer:
         self._resources.callback(self._profiler.close)
         if prepared.resume is not None:
             self.progress.print(f"resumed from {prepared.resume.path} at step {self.step}")
+            if self._amax_note:
+                self.progress.print(self._amax_note)
         if restart is not None:
             log.info("%s", restart)
             self.metrics.event(RESTART_EVENT, **asdict(restart))
@@ -477,6 +493,8 @@ class Trainer:
         checkpoint, if there is one."""
         lines = self.metrics.flush(self.execution.read_sums)
         self.progress.update(lines[-1])
+        if self._fp8_guard is not None:
+            self._fp8_guard.look(self)
         spike = self.guards.look(self, lines)
         if (use := self.memory_use.grown(self)) is not None:
             self.metrics.event("memory", step=self.step, **use)
@@ -550,6 +568,8 @@ class Trainer:
         state = self.execution.state(self.model, self.optimizer)
         if self._loss_scale is not None:
             state |= self._loss_scale.state()  # live tensors: loading fills them in place
+        if self.fp8 is not None:
+            state |= self.fp8.state()
         rank = self.prepared.world.rank
         for name, value in self.prepared.target.backend.device.rng_state().items():
             state[f"rng.{rank}.{name}"] = value
@@ -561,6 +581,8 @@ class Trainer:
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
+        if self.fp8 is not None:
+            self.fp8.prime(self.execution.largest)
 
 
 def _skipped_before(resume: Resume | None) -> int:

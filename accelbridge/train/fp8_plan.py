@@ -1,0 +1,142 @@
+"""What ``precision.compute: fp8`` adds to a run's plan: its products, what fills them in, and which layers take part.
+Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelbridge.checkpoint.manifest import Manifest
+from accelbridge.errors import ConfigError, Unsupported
+from accelbridge.models.shapes import decoder_linears
+from accelbridge.parallel.layout import Layout
+from accelbridge.plan import OpChoice
+from accelbridge.precision.config import Fp8Config
+from accelbridge.precision.filters import Filtered, Shapes, choose
+from accelbridge.precision.recipe import Fp8Recipe, check_sizes, resolve
+
+if TYPE_CHECKING:
+    from accelbridge.train.config import TrainConfig
+    from accelbridge.train.prepare import Target
+    from accelbridge.train.run_plan import Provided
+
+
+@dataclass(frozen=True)
+class Fp8Run:
+    """fp8 in one run, resolved."""
+
+    recipe: Fp8Recipe
+    filtered: Filtered
+    rows: tuple[OpChoice, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """What all ranks must share, and what a checkpoint keeps to say what its amax histories mean."""
+        recipe = self.recipe
+        return {
+            "scaling": recipe.config.scaling,
+            "forward": recipe.forward,
+            "backward": recipe.backward,
+            "scales": [recipe.moving, recipe.weight],
+            "history": recipe.config.history if recipe.delayed else 0,
+            "layers": list(self.filtered.chosen),
+        }
+
+
+def plan_fp8(config: TrainConfig, target: Target, layout: Layout, tokens: int, provided: Provided) -> Fp8Run | None:
+    """fp8 as this chip does it; None where the recipe does not ask for it. ``tokens``: of a microbatch.
+
+    Raises Unsupported where the chip has no such products, or only an emulation and no leave to use it; ConfigError
+    for filters that leave nothing, and sizes that would have to be padded.
+    """
+    if config.precision.compute != "fp8":
+        return None
+    backend, capabilities = target.backend.name, target.capabilities
+    recipe = resolve(config.precision.fp8 or Fp8Config(), capabilities, backend)
+    emulated = recipe.support.level == "emulated"
+    if emulated and config.backend.on_unsupported != "fallback":
+        raise Unsupported(
+            f'precision "fp8" asked; backend "{backend}" on {capabilities.chip.name} has no fp8 matmul, only an '
+            f"emulation: {recipe.support.reason}; set backend.on_unsupported: fallback to run that, or precision.compute: bfloat16"
+        )
+    linears = decoder_linears(config.model) if config.model is not None else provided.linears
+    if not linears:
+        raise ConfigError(
+            'precision "fp8" asked; the model has no module that is a torch.nn.Linear; set precision.compute: bfloat16'
+        )
+    if recipe.config.gather and (layout.dp_shard == 1 or not layout.data_parallel > 1):
+        raise ConfigError(
+            "precision.fp8.gather asked; parallel.dp_shard is 1, so no weight is gathered; set gather: false"
+        )
+    filtered = choose(linears, recipe.config)
+    check_sizes(recipe, _local(linears, filtered, layout), tokens)
+    notes = [filtered.note]
+    if emulated:
+        notes.append(f"FALLBACK: fp8 asked; every product of it is emulated: {recipe.support.reason}")
+    if recipe.multiple > 1:
+        notes.append(f"fp8: sizes of products are padded with zeros to multiples of {recipe.multiple}")
+    if recipe.config.gather:
+        notes.append(f"fp8: weights are gathered as {recipe.forward}, one byte an element")
+    return Fp8Run(recipe, filtered, tuple(_rows(recipe, backend)), tuple(notes))
+
+
+def _local(linears: Shapes, filtered: Filtered, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Sizes on one device. A layer is split along either dimension over tp, so both are asked for."""
+    return {name: (linears[name][0] // layout.tp or 1, linears[name][1] // layout.tp or 1) for name in filtered.chosen}
+
+
+def _rows(recipe: Fp8Recipe, backend: str) -> list[OpChoice]:
+    name = "emulated" if recipe.support.level == "emulated" else f"{backend} scaled_mm"
+    return [
+        OpChoice(
+            f"fp8_linear, {product}",
+            name,
+            {"operands": formats, "scales": scalings if not recipe.delayed else f"{scalings}, delayed"},
+            recipe.support.level,
+            "claimed",
+            note=recipe.support.reason,
+        )
+        for product, formats, scalings in recipe.products
+    ]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What becomes of a checkpoint's amax histories in this run."""
+
+    histories: bool = False
+    """Whether they are read."""
+    converted: bool = False
+    """Whether scales are then made anew from them."""
+    note: str = ""
+
+
+def carried(mine: Fp8Run | None, manifest: Manifest | None) -> Carried:
+    """How this run goes on from the histories of ``manifest``. Raises ConfigError where they belong to another variant
+    and ``precision.fp8.convert`` is false."""
+    if mine is None or manifest is None or not mine.recipe.delayed:
+        return Carried()
+    own, theirs = mine.contract, manifest.plan.get("fp8")
+    if not isinstance(theirs, dict) or theirs.get("scaling") != "delayed":
+        return Carried(note="fp8: the checkpoint has no amax histories; they start anew")
+    if any(theirs.get(key) != own[key] for key in ("history", "layers")):
+        return Carried(
+            note=f"fp8: the checkpoint's amax histories are of {theirs.get('history')} steps and "
+            f"{len(theirs.get('layers') or ())} layers, this run's of {own['history']} and {len(own['layers'])}, or of "
+            "others; they start anew"
+        )
+    formats, former = ([entry.get(key) for key in ("forward", "backward", "scales")] for entry in (own, theirs))
+    if formats == former:
+        return Carried(histories=True)
+    if not mine.recipe.config.convert:
+        raise ConfigError(
+            f"precision.fp8.convert false asked; the checkpoint's scales are for {former[0]} and {former[1]}, this run "
+            f"computes in {formats[0]} and {formats[1]}; set convert: true, or variant and format as they were"
+        )
+    return Carried(
+        True,
+        True,
+        f"fp8: the checkpoint's scales are for {former[0]} and {former[1]}; made anew from its amax histories for "
+        f"{formats[0]} and {formats[1]}",
+    )
