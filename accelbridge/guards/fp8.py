@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COUNTERS_EVENT = "fp8"
 """Event of an interval: ``layers``, by name and role [saturated, underflowed, nonfinite], shares of the elements."""
 WARNING_EVENT = "fp8_warning"
-"""Event of a layer that came above a threshold: ``layer``, ``role``, ``kind``, ``share``; once each."""
+"""Event of a layer that came above a threshold: ``layer``, ``role``, ``loss``, ``share``; once each."""
 
 
 class Fp8Guard:
@@ -57,7 +57,7 @@ class Fp8Guard:
                 continue
             self._warned.add((layer, role, kind))
             trainer.metrics.event(
-                WARNING_EVENT, step=trainer.step, layer=layer, role=role, kind=kind, share=float(f"{share:.3g}")
+                WARNING_EVENT, step=trainer.step, layer=layer, role=role, loss=kind, share=float(f"{share:.3g}")
             )
             trainer.progress.print(
                 f"step {trainer.step}: fp8: {share:.3g} of the {role} of {layer} {_HAPPENED[kind]}; {_DO[kind]}"

@@ -53,6 +53,6 @@ def convert(model: nn.Module, recipe: Fp8Recipe, matmul: Matmul, chosen: Iterabl
         assert isinstance(module, nn.Linear), name
         layer = Fp8Layer(name, matmul, recipe)
         module.__class__ = Fp8Linear
-        module.fp8 = layer
+        vars(module)["fp8"] = layer  # neither a tensor nor a module
         layers[name] = module, layer
     return Fp8State(model, layers, recipe)

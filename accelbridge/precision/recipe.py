@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
-from accelbridge.backend import Capabilities, Support
+from accelbridge.backend import FULL, Capabilities, Support
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.precision.config import Fp8Config
 
@@ -46,7 +46,7 @@ class Fp8Recipe:
     """Scaling of weights."""
     multiple: int = 1
     """Sizes of products are padded with zeros to multiples of this."""
-    support: Support = Support("full")
+    support: Support = FULL
 
     @property
     def delayed(self) -> bool:
@@ -94,7 +94,7 @@ def resolve(config: Fp8Config, capabilities: Capabilities, backend: str) -> Fp8R
         )
     multiple = lcm(*(limit.multiple for _, support in supports for limit in support.limits))
     emulated = next((support for _, support in supports if support.level == "emulated"), None)
-    return Fp8Recipe(config, forward, backward, moving, weight, multiple, emulated or Support("full"))
+    return Fp8Recipe(config, forward, backward, moving, weight, multiple, emulated or FULL)
 
 
 def _formats(config: Fp8Config, capabilities: Capabilities, backend: str) -> tuple[str, str]:

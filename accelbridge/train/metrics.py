@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import count
@@ -155,7 +155,7 @@ class Metrics:
             self._writer.write(lines)
         return lines
 
-    def event(self, kind: str, **fields: Scalar | str | None) -> None:
+    def event(self, kind: str, **fields: Scalar | str | Mapping[str, Any] | None) -> None:
         """Write ``{"event": kind, ...}`` at once (rank 0). ``fields`` should hold ``step``; tensors are read.
 
         ``accelbridge report`` draws ``evaluation`` (step, loss) and counts ``start``, which the constructor
