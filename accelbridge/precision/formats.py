@@ -85,7 +85,10 @@ def encode(
     x = x.detach()
     if random is None and width(format) <= 8 and _looks_up(x):
         table = _table(("encode", format, policy), lambda: _encode(_every_bfloat16(), format, policy, None))
-        return table.index_select(0, _upper_half(x).flatten()).view(x.shape)
+        codes = torch.empty(x.shape, dtype=table.dtype, device="cpu")
+        for part, found in zip(x.flatten().split(_PART), codes.view(-1).split(_PART), strict=True):
+            torch.index_select(table, 0, _upper_half(part), out=found)
+        return codes
     return _encode(x, format, policy, random)
 
 
@@ -118,6 +121,8 @@ def decode(codes: Tensor, format: Format) -> Tensor:
 
 _SMALL = 256
 """Elements up to which arithmetic is as fast as looking up."""
+_PART = 1 << 17
+"""Elements at a time, so that what lies between input and codes stays in the processor's caches."""
 _TABLES: dict[tuple[object, ...], Tensor] = {}
 
 
