@@ -13,27 +13,18 @@ What changes from step to step reaches the device as the data of ``keys_B``, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-_SHIFTS = (16, 15, 16)
-
-
-Constant = Callable[[Tensor, int], "int | Tensor"]
-"""``(bits, number)``: a 32-bit number as an operand for int32 ``bits``."""
-
-
-def _plain(_: Tensor, number: int) -> int:
-    return number
+from accelbridge.hashing import Constant, lowbias32, plain
+from accelbridge.hashing import key as _key
 
 
 def dropout(
-    x: Tensor, row_keys_B: Tensor, site: Tensor, p: float, starts: Sequence[int] = (), *, constant: Constant = _plain
+    x: Tensor, row_keys_B: Tensor, site: Tensor, p: float, starts: Sequence[int] = (), *, constant: Constant = plain
 ) -> Tensor:
     """``x / (1 - p)`` where the mask keeps, 0 (also for inf and NaN) where it drops, in the dtype of x.
 
@@ -53,35 +44,14 @@ def dropout(
     _check(x, row_keys_B, site, p, starts)
     if p == 0:
         return x
-    keys = _hash(row_keys_B ^ site, constant)
+    keys = lowbias32(row_keys_B ^ site, constant)
     for dim in range(1, x.dim()):
         start = starts[dim - 1] if starts else 0
         # Both ends named: a length that is symbolic under a compiler stays so.
         coordinates = torch.arange(start, start + x.shape[dim], dtype=torch.int32, device=x.device)
-        keys = _hash(keys.unsqueeze(-1) ^ _hash(coordinates ^ site, constant), constant)
+        keys = lowbias32(keys.unsqueeze(-1) ^ lowbias32(coordinates ^ site, constant), constant)
     threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
     return torch.where(keys >= constant(keys, threshold), x * (1 / (1 - p)), 0.0)
-
-
-def _hash(bits: Tensor, constant: Constant = _plain) -> Tensor:
-    """lowbias32 of int32 ``bits``, which are overwritten.
-
-    Published by C. Wellons, "Prospecting for Hash Functions" (2018): xor with the value shifted right by 16, times
-    0x7feb352d, xor with it shifted by 15, times 0x846ca68b, xor with it shifted by 16; a bijection of 32 bits.
-    int32 and in place: not every device has unsigned or 64-bit integers, a shift of signed ones is made logical by
-    masking, and memory traffic is what this costs where nothing fuses. The shift is the named function: the operator
-    ``>>`` is another one, which a device may run as a division that rounds negative numbers up.
-
-    ``bits`` must come from data. Compilers of C++ take it that products of signed integers don't overflow, and from
-    numbers whose range they know, such as coordinates alone, they conclude what isn't so: inductor's CPU code then
-    drew other masks (torch 2.13, GCC at -O3).
-    """
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        shifted = torch.bitwise_right_shift(bits, constant(bits, shift))
-        bits = bits.bitwise_xor_(shifted.bitwise_and_(constant(bits, (1 << (32 - shift)) - 1)))
-        if multiplier is not None:
-            bits = bits.mul_(constant(bits, multiplier))
-    return bits
 
 
 def _check(x: Tensor, row_keys_B: Tensor, site: Tensor, p: float, starts: Sequence[int]) -> None:
@@ -115,10 +85,6 @@ def dropout_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
     ids: list[int] = sample_ids_B.tolist()
     keys = [_key(f"accelbridge dropout {seed} {step} {sample}") for sample in ids]
     return torch.tensor(keys, dtype=torch.int32, device="cpu")
-
-
-def _key(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)
 
 
 class _Stream:

@@ -49,7 +49,7 @@ class EmulatedFp8(PortableMatmul):
                 f'scaling "{scaling}" of {tuple(x.shape)} asked with a scale {tuple(scale.shape)} {scale.dtype}; '
                 f"use {block_counts(x.shape, chosen.block)} torch.float32"
             )
-        scaled = x if chosen.unit else x.to(torch.float32) / spread(scale, chosen.block, x.shape)
+        scaled = x if chosen.unit else divided(x, scale, chosen.block)
         return QuantizedTensor.of_codes(formats.encode(scaled, format), scale, format, chosen.block)
 
     def scaled_mm(
@@ -84,15 +84,26 @@ class EmulatedFp8(PortableMatmul):
             raise Unsupported(f"a scaled product in {out_dtype} asked; use one of {', '.join(map(str, OUT_DTYPES))}")
 
 
+def blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """``x`` as [blocks, rows, blocks, columns]; a view where blocks fit, else with zeros beyond its edge."""
+    counts = block_counts(x.shape, block)
+    rows, columns = (max(1, n) if size == WHOLE else size for n, size in zip(x.shape, block, strict=True))
+    padding = (0, counts[1] * columns - x.shape[1], 0, counts[0] * rows - x.shape[0])
+    return (F.pad(x, padding) if any(padding) else x).reshape(counts[0], rows, counts[1], columns)
+
+
+def divided(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32: ``x`` over its blocks' scales."""
+    quotient = blocks(x.detach(), block).to(torch.float32, copy=True).div_(scale[:, None, :, None])
+    return quotient.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+
+
 def make_scale(x: Tensor, format: Format, scaling: Scaling) -> Tensor:
     """float32 scales of each block of ``x``: multiply to dequantize."""
     counts = block_counts(x.shape, scaling.block)
     if scaling.unit:
         return torch.ones(counts, dtype=torch.float32, device=x.device)
-    rows, columns = (max(1, n) if s == WHOLE else s for n, s in zip(x.shape, scaling.block, strict=True))
-    padding = (0, counts[1] * columns - x.shape[1], 0, counts[0] * rows - x.shape[0])
-    blocks = F.pad(x.detach().to(torch.float32).abs(), padding).reshape(counts[0], rows, counts[1], columns)
-    largest = blocks.amax((1, 3))
+    largest = blocks(x.detach().abs(), scaling.block).amax((1, 3)).to(torch.float32)
     if scaling.scale_format == "float8_e8m0fnu":
         scale = shared_exponent(largest, format)
     else:

@@ -176,6 +176,14 @@ def kept_scale_not_rounded(patch: Patch) -> None:
     patch(EmulatedFp8, "quantize", quantize)
 
 
+@mutant("F7x", "shared exponents are rounded up", {"F8-006": "EXACT"})
+def shared_exponent_rounded_up(patch: Patch) -> None:
+    def shared_exponent(inner: Any, largest: Tensor, format: Format) -> Tensor:
+        return inner(fp8.power_of_two_above(largest), format)
+
+    patch(fp8, "shared_exponent", shared_exponent)
+
+
 @mutant("F9", "a block of zeros has scale 0", {"F8-012": ("VALUE", "EXACT")})
 def zero_scale(patch: Patch) -> None:
     def make_scale(inner: Any, x: Tensor, format: Format, scaling: Any) -> Tensor:

@@ -7,6 +7,7 @@ that rounds, whatever the order.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,13 @@ def spread(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Ten
         length = size if size > 0 else max(1, shape[dim])
         scale = scale.repeat_interleave(length, dim).narrow(dim, 0, shape[dim])
     return scale
+
+
+def shared_exponents(x: Tensor, largest: float, size: int = 32) -> Tensor:
+    """float32 scales [M, K / size] of ``x`` [M, K] by OCP Microscaling Formats 1.0, section 6.3: the largest power of
+    two not above each block's largest magnitude, over that not above ``largest``, the format's own."""
+    _, exponents = torch.frexp(x.double().reshape(x.shape[0], -1, size).abs().amax(2))
+    return torch.exp2((exponents - math.frexp(largest)[1]).double()).float()
 
 
 def product_bound(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulator: Accumulator) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelbridge.conformance.bench import Bench, NotSupported
 from accelbridge.conformance.oracle.formats import E4M3, TABLES, Table
-from accelbridge.conformance.oracle.scaled import product_bound, spread
+from accelbridge.conformance.oracle.scaled import product_bound, shared_exponents, spread
 from accelbridge.conformance.registry import case
 from accelbridge.conformance.suite._fp8 import (
     accumulator,
@@ -110,7 +110,7 @@ def end_to_end_sqnr(t: Bench) -> None:
     and in each row hardly less, for every declared pair, and e4m3 x e4m3 with every scaling that is declared."""
     a, b = t.normal(48, 512, name="a"), t.normal(272, 512, name="b")
     want = a.double() @ b.double().t()
-    for scaling in ("tensor", "row", "block1x128", "block128x128", "tensor_pow2"):
+    for scaling in ("tensor", "row", "block1x128", "block128x128", "mx", "tensor_pow2"):
         for tables in pairs(t, scaling) if _has(t, scaling) else ():
             floor = _FLOORS[tables[0].format.mantissa_bits, tables[1].format.mantissa_bits]
             if scaling != "tensor" and floor < 27.0:
@@ -143,16 +143,18 @@ def scales_count(t: Bench) -> None:
             t.equal(got, (a @ b.t() * scale_a * scale_b).float() + 0.0, name=f"{scale_a:g} x {scale_b:g} {name}")
 
 
-_BLOCKS = {"row": (1, -1), "block1x128": (1, 128), "block128x128": (128, 128)}
+_BLOCKS = {"row": (1, -1), "block1x128": (1, 128), "block128x128": (128, 128), "mx": (1, 32)}
+_POWERS_OF_TWO = {name: name if name == "mx" else f"{name}_pow2" for name in _BLOCKS}
 _FINE = tuple(("scaled_mm", name, "row") for name in E4M3)
 
 
 @case("F8-006", "fp8", optional=_FINE)
 def fine_scales(t: Bench) -> None:
-    """With scales of rows and of blocks 1x128 and 128x128, distinct powers of two, products are exact.
+    """With scales of rows and of blocks 1x128, 128x128 and 1x32 (MX), distinct powers of two, products are exact.
 
     By hand for each declared scaling, and through ``quantize`` where scales are declared to be powers of two; where
-    they are not, each element is within half a step of what it was. NOT_SUPPORTED where no such scaling is declared.
+    they are made of any magnitudes, each element is within half a step of what it was, or saturated where a scale of
+    MX is the shared exponent that its specification gives. NOT_SUPPORTED where no such scaling is declared.
     """
     tried = 0
     for scaling_a, scaling_b in (*((s, s) for s in _BLOCKS), ("block1x128", "block128x128")):
@@ -163,7 +165,7 @@ def fine_scales(t: Bench) -> None:
         for name in E4M3 if scaling_a == scaling_b else ():
             if t.supported("quantize", name, scaling_a):
                 _quantised_blocks(t, TABLES[name], scaling_a)
-            if t.supported("scaled_mm", name, f"{scaling_a}_pow2"):
+            if t.supported("scaled_mm", name, _POWERS_OF_TWO[scaling_a]):
                 tried += 1
                 _quantised_exactly(t, TABLES[name], scaling_a)
     if not tried:
@@ -195,17 +197,18 @@ def _quantised_exactly(t: Bench, table: Table, scaling: str) -> None:
     operands = []
     for rows, name in ((m, "qa"), (n, "qb")):
         x = t.integers(rows, k, name=name).double()
-        x[:, ::64] = 3.0  # each block's largest
+        x[:, ::32] = 3.0  # each block's largest
         operands.append(
             x * spread(_exponents(t, (rows, k), _BLOCKS[scaling], name).double(), _BLOCKS[scaling], (rows, k))
         )
     a, b = operands
-    left, right = (quantize(t, x.float(), table, f"{scaling}_pow2") for x in operands)
+    exact = _POWERS_OF_TWO[scaling]
+    left, right = (quantize(t, x.float(), table, exact) for x in operands)
     for x, q, name in ((a, left, "left"), (b, right, "right")):
-        t.equal(t.run(q.dequantize), x.float(), name=f"{table.name} {scaling}_pow2 {name}")
-    for name, scaled_mm in products(t, table, table, f"{scaling}_pow2"):
+        t.equal(t.run(q.dequantize), x.float(), name=f"{table.name} {exact} {name}")
+    for name, scaled_mm in products(t, table, table, exact):
         got = t.run(scaled_mm, left, right.t(), torch.float32)
-        t.equal(got, (a @ b.t()).float() + 0.0, name=f"{table.name} {scaling}_pow2 {name}")
+        t.equal(got, (a @ b.t()).float() + 0.0, name=f"{table.name} {exact} {name}")
 
 
 def _quantised_blocks(t: Bench, table: Table, scaling: str) -> None:
@@ -215,8 +218,11 @@ def _quantised_blocks(t: Bench, table: Table, scaling: str) -> None:
     size = torch.exp2(t.integers(rows, columns, low=-20, high=20, name="size")).double()
     x = (t.normal(*shape).double() * spread(size, block, shape)).float()
     q = quantize(t, x, table, scaling)
-    smallest = spread(q.scale.to("cpu").double(), block, shape) * table.smallest
-    bound = torch.maximum(x.double().abs() * table.half_step, smallest / 2.0) * (1.0 + 2.0**-20)
+    scale, magnitude = spread(q.scale.to("cpu").double(), block, shape), x.double().abs()
+    bound = torch.maximum(magnitude * table.half_step, scale * table.smallest / 2.0) * (1.0 + 2.0**-20)
+    if scaling == "mx":
+        t.equal(q.scale, shared_exponents(x, table.format.max), name=f"{table.name} {scaling} scales")
+        bound = torch.maximum(bound, magnitude - scale * table.format.max)
     t.within(t.run(q.dequantize), x.double(), bound, name=f"{table.name} {scaling} dequantized")
 
 
@@ -334,7 +340,7 @@ def zero_tensor(t: Bench) -> None:
     x = t.normal(256, 256)
     x[:, :128] = 0.0
     x[7], x[128:] = 0.0, 0.0
-    for scaling in ("tensor", "row", "block1x128", "block128x128", "tensor_pow2"):
+    for scaling in ("tensor", "row", "block1x128", "block128x128", "mx", "tensor_pow2"):
         for table in declared(t, E4M3, scaling) if _has(t, scaling) else ():
             for what, host in (("all", torch.zeros(32, 64)), ("part", x)):
                 q = quantize(t, host, table, scaling)
