@@ -164,4 +164,6 @@ def _table() -> dict[tuple[str, str, str], Support]:
         for op in MOVES:
             table[op, dtype, ""] = Support("full", lowering="fp8_bytes")
         table["all_reduce", dtype, "sum"] = unsupported("gloo has no arithmetic on 8-bit floats")
+    for op in MOVES:
+        table[op, "uint8", ""] = FULL  # codes of 8-bit formats, for one
     return table | cells()

@@ -47,11 +47,14 @@ def shares(x: Tensor, q: QuantizedTensor) -> Shares:
     """What quantizing ``x`` to ``q`` lost: finite elements that are above ``format.max`` once scaled, before rounding
     (by more than 2^-22 of it: a scale made of ``x`` itself is rounded, which may lift the largest element that far);
     elements that are not 0, of which the code is; infinities and NaN among the inputs."""
-    wide, finite = x.detach().to(torch.float32), x.isfinite()
-    scaled = (wide / spread(q.scale, q.block, q.shape)).abs()
-    zero = q.codes(q.format.name) & formats.magnitude_mask(q.format) == 0
-    counts = (finite & (scaled > q.format.max * (1 + 2.0**-22)), finite & (wide != 0) & zero, ~finite)
-    return Shares(*(count.sum(dtype=torch.float32) / max(1, x.numel()) for count in counts))
+    x, finite = x.detach(), x.isfinite()
+    limit = spread(q.scale * (q.format.max * (1 + 2.0**-22)), q.block, q.shape)
+    # A zero has a sign of its own, but where that code is NaN.
+    numbers = 0xFF if q.format.nan == "negative_zero" else formats.magnitude_mask(q.format)
+    kept = (q.codes(q.format.name) & numbers).count_nonzero()
+    saturated = ((x.abs() > limit) & finite).count_nonzero()
+    counts = (saturated, x.count_nonzero() - kept, x.numel() - finite.count_nonzero())
+    return Shares(*(count.to(torch.float32) / max(1, x.numel()) for count in counts))
 
 
 @dataclass(frozen=True, eq=False)

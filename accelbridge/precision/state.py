@@ -52,7 +52,7 @@ class Fp8State:
         self.names = list(layers)
         self._layers = [layer for _, layer in layers.values()]
         self._modules = [module for module, _ in layers.values()]
-        self._gathers = False
+        self._gathers = self._counting = False
 
     def start(self, device: torch.device, largest: Largest | None = None) -> None:
         """Put the state on ``device``; call it once the model is sharded and has its values. ``largest`` is as for
@@ -69,8 +69,6 @@ class Fp8State:
         for index, layer in enumerate(self._layers):
             if self.recipe.delayed:
                 layer.amax, layer.scale = self.amax[index], self.scale[index]
-            if config.counters:
-                layer.counts = self._counts[index]
         if config.gather:
             self._gather(sharded_parameters(self._model))
             self.prime(largest)
@@ -83,6 +81,15 @@ class Fp8State:
                 gather_as_fp8(record, layer.matmul, layer.formats[_WEIGHT], self.recipe.weight, scale)
 
     # ---- each step
+
+    def count(self, on: bool) -> None:
+        """Whether the coming steps are counted: that takes passes over all operands, so a trainer counts those whose
+        metrics it reads. Nothing without ``precision.fp8.counters``."""
+        on = on and self.recipe.config.counters
+        if on != self._counting:
+            self._counting = on
+            for index, layer in enumerate(self._layers):
+                layer.counts = self._counts[index] if on else None
 
     def update(self, largest: Largest | None = None) -> None:
         """After the optimizer's update: one reduction, then the next step's scales. All ranks call it.
@@ -156,8 +163,9 @@ class Fp8State:
         return scale, recent
 
     def read_counters(self, largest: Largest | None = None) -> dict[str, dict[str, Lost]]:
-        """What was lost since the last call, by layer and role; empty without counters. All ranks call it."""
-        if not self.recipe.config.counters:
+        """What was lost in the steps that were counted since the last call, by layer and role; empty if none was. All
+        ranks call it."""
+        if not self._counting:
             return {}
         shares = self._counts[..., :3] / self._counts[..., 3:].clamp_min(1.0)
         table = (largest(shares) if largest is not None else shares).tolist()

@@ -170,6 +170,8 @@ class Trainer:
             self.times.begin()
             for _, microbatches in steps:
                 self.times.lap("data")
+                if self.fp8 is not None:
+                    self.fp8.count(self.metrics.due(self.step + 1))
                 values = self.train_step(microbatches)
                 self.step += 1
                 self.updating = False
