@@ -504,12 +504,20 @@ def slow_but_well(t: Bench) -> None:
 # ----------------------------------------------------------------------------------------------- unsupported
 
 
+_NARROW = (
+    Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate"),
+    Format("float8_e4m3fnuz", 4, 3, 8, 240.0, "negative_zero", "saturate"),
+    Format("float8_e4m3", 4, 3, 7, 240.0, "ieee", "saturate"),
+    Format("float8_e5m2", 5, 2, 15, 57344.0, "ieee", "saturate"),
+)
+
+
 @case("FLT-016", "core", timeout_s=60.0)
 def unsupported_is_refused(t: Bench) -> None:
     """A dtype that an op does not take is a typed error or gives the right number: never a wrong one, or a bare error.
 
     Products and attention over integers, truth values and 8-bit floats, in every candidate that claims them; and
-    quantized products where no cell of them is declared.
+    quantizing to 8-bit formats, and their products, where no cell of them is declared.
     """
     for dtype in (torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
         name = str(dtype).removeprefix("torch.")
@@ -525,10 +533,12 @@ def unsupported_is_refused(t: Bench) -> None:
             args = [t.put(x) for x in (q, k, v)]
             mask = Mask(causal=False)
             _right_or_refused(t, f"{label} {name}", want, lambda f=attention, args=args, mask=mask: f(*args, mask))
-    if not any(op == "scaled_mm" and support for (op, _, _), support in t.capabilities.table.items()):
-        e4m3 = Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate")
-        x = t.put(t.normal(16, 16))
-        t.raises(_TYPED, t.backend.matmul.quantize, x, e4m3, "tensor")
+    claimed = {(op, dtype) for (op, dtype, _), support in t.capabilities.table.items() if support}
+    x = t.put(t.normal(16, 16))
+    for format in _NARROW:
+        if ("quantize", format.name) not in claimed:
+            t.raises(_TYPED, t.backend.matmul.quantize, x, format, "tensor")
+    if "scaled_mm" not in {op for op, _ in claimed}:
         t.raises(_TYPED, t.backend.matmul.scaled_mm, x, x, torch.float32)
     # What is supported is not refused.
     a, b = t.integers(4, 8, name="a"), t.integers(8, 6, name="b")
