@@ -86,7 +86,8 @@ class XlaExecution(Execution):
     def _move(self, x: Tensor, where: Place) -> Tensor:
         """A host tensor onto the devices; each gets its part alone."""
         moved = x.to(self.device)
-        self._started.place(moved, where)
+        if moved.numel():  # of nothing there is no part, and torch_xla cannot pad one
+            self._started.place(moved, where)
         return moved
 
     # ---- model
