@@ -136,7 +136,7 @@ def read_by_every_row(t: Bench) -> None:
     with mesh(t) as on:
         for dtype in _WHOLE:
             made: _Made = {}
-            for count in on.counts:
+            for count in (on.size, 1, 2 * on.size + 1):
                 rows = on.rows(count, 30, dtype=dtype)
                 x = on.split(rows)
                 for root in range(count):
@@ -244,7 +244,7 @@ def placed_and_read(t: Bench) -> None:
                     rows = on.rows(*shape, dtype=dtype)
                     x = on.split(rows)
                     made[f"placed {shape} {dtype}"] = x, rows
-                    made[f"computed {shape} {dtype}"] = x == x.flip(0), rows == rows.flip(0)
+                    made[f"computed {shape} {dtype}"] = x == 1, rows == 1
             on.equal(made)
 
 

@@ -71,7 +71,8 @@ class XlaExecution(Execution):
 
     @property
     def _started(self) -> Annotator:
-        assert self._annotator is not None, "start() comes first"
+        if self._annotator is None:
+            raise BackendError("devices asked for; the execution was not started, or is closed; call start() first")
         return self._annotator
 
     # ---- data
