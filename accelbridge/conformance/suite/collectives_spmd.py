@@ -85,7 +85,7 @@ def reduction_precision(t: Bench) -> None:
                     want, bound = oracle.exact_sum(parts), oracle.sum_bound(parts, reduced)
                     t.within(on.execution.sum(on.split(rows).sum(0)), want, bound, name=f"sum {label}")
                     if dtype is torch.float32:
-                        cut = on.gradients(on.model(weight=torch.ones(1001)), rows)["weight"]
+                        cut = on.gradient(on.model(torch.ones(1001)), rows)
                         t.within(cut, want, bound, name=f"gradient {label}")
 
 
@@ -147,7 +147,7 @@ def read_by_every_row(t: Bench) -> None:
         x = on.split(rows)
         on.equal(
             {
-                "a whole parameter": (on.model(weight=weight)(x), rows * weight.reshape(-1)),
+                "a whole parameter": (on.model(weight)(x), rows * weight.reshape(-1)),
                 "a number": (x * on.execution.scalar(3.0), rows * 3.0),
             }
         )
@@ -186,7 +186,7 @@ def read_in_order(t: Bench) -> None:
         for shape in ((4 * on.size, 3), (on.size + 1, 3), (on.size - 1,), (2 * on.size - 1, 5)):
             weight = on.rows(*shape, name="weight")
             rows = on.rows(on.size + 1, weight.numel(), low=1)
-            model = on.model(weight=weight)
+            model = on.model(weight)
             on.equal({f"a parameter {shape}": (model(on.split(rows)), rows * weight.reshape(-1))})
             state = on.execution.state(model, torch.optim.SGD(model.parameters(), lr=1.0))
             t.equal(on_host(state)["model.weight"], weight, name=f"state {shape}", host=True)
@@ -198,9 +198,9 @@ def sums_split_again(t: Bench) -> None:
     for zero in (2, 3):
         with mesh(t, Layout(dp_shard=devices(t), zero=zero)) as on:
             for shape in ((4 * on.size, 3), (on.size + 1, 3), (on.size - 1,), (2 * on.size - 1, 5)):
-                model = on.model(weight=on.rows(*shape, name="weight"))
+                model = on.model(on.rows(*shape, name="weight"))
                 rows = on.rows(2 * on.size + 1, on.rows(*shape).numel())
-                got = on.gradients(model, rows)["weight"]
+                got = on.gradient(model, rows)
                 on.equal({f"gradient {shape}, ZeRO {zero}": (got, oracle.whole_sum(list(rows)).reshape(shape))})
     with mesh(t) as on:
         for dtype in _WHOLE:
@@ -543,10 +543,10 @@ def deterministic(t: Bench) -> None:
         raise NotSupported(t.capabilities.deterministic.reason)
     with mesh(t) as on:
         rows, found = t.wide(on.size, 3000, name="rows"), []
-        model = on.model(weight=torch.ones(3000))
+        model = on.model(torch.ones(3000))
         for _ in range(50):
             model.zero_grad()
-            cut = on.gradients(model, rows)["weight"]
+            cut = on.gradient(model, rows)
             found.append(on.execution.end_step({"whole": on.split(rows).sum(0), "cut": cut}))
         for name in ("whole", "cut"):
             first = found[0][name].cpu()

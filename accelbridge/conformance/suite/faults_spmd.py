@@ -45,8 +45,8 @@ _TYPED = (AccelbridgeError, NotImplementedError, ValueError, TypeError)
 def _works(on: Mesh, name: str) -> None:
     """All devices add up their rows as they should, and gradients with them."""
     rows = on.rows(2 * on.size + 1, 12, name=name)
-    total, model = oracle.whole_sum(list(rows)), on.model(weight=on.rows(3, 4))
-    got = on.gradients(model, rows)["weight"]
+    total, model = oracle.whole_sum(list(rows)), on.model(on.rows(3, 4))
+    got = on.gradient(model, rows)
     on.equal({f"sum {name}": (on.split(rows).sum(0), total), f"gradient {name}": (got, total.view(3, 4))})
 
 
@@ -72,7 +72,7 @@ def again_after_a_failure(t: Bench) -> None:
     for zero in (3, 3, 1):
         with mesh(t, Layout(dp_shard=devices(t), zero=zero)) as on:
             _works(on, f"ZeRO {zero}")
-            model, x = on.model(weight=on.rows(12)), on.split(on.rows(on.size, 12))
+            model, x = on.model(on.rows(12)), on.split(on.rows(on.size, 12))
             t.raises(_Lost, lambda m=model, x=x: (_Failing.apply(m(x)) + x.sum(0)).sum().backward())
 
 

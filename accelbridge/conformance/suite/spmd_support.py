@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accelbridge.backend import Execution, Precision
 from accelbridge.conformance.bench import Bench, TooSmall
-from accelbridge.conformance.suite.trainer_support import Given, devices
+from accelbridge.conformance.suite.trainer_support import devices
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 
@@ -44,20 +44,33 @@ class Mesh:
         """``rows`` on the devices, each of which holds some."""
         return self.execution.place({"rows": rows})["rows"]
 
-    def model(self, **parameters: Tensor) -> nn.Module:
-        """:class:`Given` with its parameters where the layout wants them."""
-        return self.execution.realise(Given(**parameters), ShardingSpec(), Precision(), _no_values)
+    def model(self, weight: Tensor) -> nn.Module:
+        """:class:`Weighted`, with its parameter where the layout wants it."""
+        return self.execution.realise(Weighted(weight), ShardingSpec(), Precision(), _no_values)
 
-    def gradients(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        """Of the sum of what :meth:`model` makes of ``rows``: the sum of these, cut up as the parameters are."""
+    def gradient(self, model: nn.Module, rows: Tensor) -> Tensor:
+        """Of the sum of what :meth:`model` makes of ``rows``: the sum of these, cut up as the parameter is."""
         model(self.split(rows)).sum().backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        return parameter.grad
 
     def equal(self, results: Results) -> None:
         """Run what was queued, in one graph where the device makes one, and compare."""
         self.execution.end_step()
         for name, (got, want) in results.items():
             self.t.equal(got, want, name=name)
+
+
+class Weighted(nn.Module):
+    """Every row times all elements of a parameter, which it reads as an attribute: where execution gathers it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.reshape(-1)
 
 
 def _no_values(name: str, shape: tuple[int, ...], rows: range) -> Tensor:
