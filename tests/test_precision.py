@@ -28,7 +28,7 @@ from accelbridge.precision.stochastic import random_bits
 from tests.ranks import Rank, run_ranks
 
 BYTES = [name for name in FORMATS if name.startswith("float8") and FORMATS[name].signed]
-PLAIN_LOOPS = {"cpp.simdlen": 0}  # compiled in less time
+PLAIN_LOOPS: dict[str, Any] = {"cpp.simdlen": 0}  # compiled in less time
 BACKEND = EmulatedFp8("cpu")
 
 

@@ -47,6 +47,11 @@ def width(format: Format) -> int:
     return format.signed + format.exponent_bits + format.mantissa_bits
 
 
+def is_narrow(name: str) -> bool:
+    """Whether ``name`` is that of a known format with a sign whose codes take a byte at most."""
+    return name in FORMATS and FORMATS[name].signed and width(FORMATS[name]) <= 8
+
+
 def magnitude_mask(format: Format) -> int:
     """The bits of a code but its sign."""
     return _ones(format.exponent_bits + format.mantissa_bits)

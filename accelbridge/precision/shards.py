@@ -25,16 +25,17 @@ def elementwise(call: Callable[..., Tensor], *operands: Tensor) -> DTensor:
 
 
 def with_local_scales(
-    call: Callable[[Tensor, Tensor], Tensor], payload: DTensor, scale: Tensor, block: tuple[int, int]
+    call: Callable[[Tensor, Tensor], Tensor], payload: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> DTensor:
     """``call(payload, scale)``, which returns a tensor of the payload's shape, of each rank's own parts.
 
     ``scale`` may be a DTensor, placed in any way (it is redistributed), or a tensor that all ranks have whole. Raises
     ConfigError where a rank's part would begin within a block; the same on all ranks, and before any communication.
     """
+    assert isinstance(payload, DTensor)
+    _no_partial(payload)
     mesh, placements = payload.device_mesh, [Replicate() for _ in payload.placements]
     size, blocks = list(payload.shape), list(scale.shape)
-    _no_partial(payload)
     for dim, placement in enumerate(payload.placements):
         if not isinstance(placement, Shard) or blocks[along := placement.dim] == 1:
             continue  # one scale for all of this dimension, or a dimension that is not split here
