@@ -141,6 +141,8 @@ class Capabilities:
     - ``collective.op_mismatch``: ranks with other reduce ops: "error", "undetected";
     - ``p2p.tags``: "ignored", "matched";
     - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
+    - ``move.zero_sign``: the sign of a zero that goes from one device to another, of which a compiler may make a sum
+      with zeros: "kept", "lost";
     - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),

@@ -44,6 +44,24 @@ def test_three_ways_to_save(arms, tmp_path):
     assert set(verdicts) == {arm["name"] for arm in found["arms"]}
 
 
+def test_quantizing_loses_what_rounding_must(arms):
+    import quantize
+
+    lines = quantize.numerics([0], 64, 128)
+    # 6.02 p + 7.4 dB for p significand bits, and two operands' noise together; 1.5 dB less is asked.
+    floors = {"tensor": 30.0, "output": 27.0, "input gradient": 23.0, "weight gradient": 23.0}
+    for line in lines:
+        assert len(line["ours"]) == 1
+        assert line["ours"][0] >= floors[line["result"]], line
+    assert len(quantize.numerics_table(lines).splitlines()) == 2 + len(lines)
+    recipes = {(line["recipe"], line["margin"]): line for line in quantize.delayed(8, 64)}
+    assert min(recipes["current", 0]["sqnr"]) > 30.0
+    assert max(recipes["current", 0]["saturated"]) == 0.0
+    jump = recipes["most_recent", 0]["sqnr"][4]  # threefold from one step to the next
+    assert jump < 20.0 < recipes["max", 1]["sqnr"][4]
+    assert len(quantize.delayed_table(list(recipes.values())).splitlines()) == 2 + 4
+
+
 def test_interval_is_that_of_order_statistics(arms):
     ones = [1.0] * 12
     ratio = arms.Ratio.of([float(i) for i in range(1, 13)], ones)

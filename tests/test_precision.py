@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accelbridge.backend import Format
 from accelbridge.errors import ConfigError, Unsupported
@@ -21,9 +24,11 @@ from accelbridge.precision import formats
 from accelbridge.precision.formats import FORMATS, decode, encode
 from accelbridge.precision.quantized import QuantizedTensor, block_counts, shares, spread
 from accelbridge.precision.scalings import SCALINGS, WHOLE
+from accelbridge.precision.stochastic import random_bits
+from tests.ranks import Rank, run_ranks
 
 BYTES = [name for name in FORMATS if name.startswith("float8") and FORMATS[name].signed]
-PLAIN_LOOPS = {"cpp.simdlen": 0}  # compiled in less time
+PLAIN_LOOPS: dict[str, Any] = {"cpp.simdlen": 0}  # compiled in less time
 BACKEND = EmulatedFp8("cpu")
 
 
@@ -258,6 +263,112 @@ def test_a_block_has_a_scale_and_transposing_keeps_it() -> None:
     assert value[129, [0, 127, 128, 255, 256, 259]].tolist() == [388.0, 388.0, 389.0, 389.0, 390.0, 390.0]
     assert torch.equal(q.t().dequantize(), value.t())
     assert block_counts(torch.Size(shape), (128, 128)) == (2, 3)
+
+
+VARIANTS = [(a, b) for a in BYTES for b in BYTES if a != b and a[:11] == b[:11]]
+
+
+@pytest.mark.parametrize(("name", "other"), VARIANTS)
+@pytest.mark.parametrize("every", [False, True])
+def test_all_codes_are_converted_within_the_bound(name: str, other: str, every: bool) -> None:
+    own, new, scale = FORMATS[name], FORMATS[other], torch.tensor([[3.0]])
+    k = new.bias - own.bias
+    value = torch.tensor(table(name))
+    fits = value.abs() * 2.0**-k <= new.max
+    keep = torch.ones(256, dtype=torch.bool) if every else fits | ~value.isfinite()
+    same_bits = bool(fits[keep & value.isfinite()].all())
+    if not same_bits:
+        k = max(0, math.ceil(math.log2(own.max / new.max)))
+    q = QuantizedTensor.of_codes(torch.arange(256).to(torch.uint8)[keep].view(1, -1), scale, own, (WHOLE, WHOLE))
+    got = q.convert(new)
+    assert got.format is new
+    assert got.scale.item() == 3.0 * 2.0**k
+    want, back = q.dequantize(), got.dequantize()
+    finite = want.isfinite()
+    smallest = 2.0 ** (1 - new.bias - new.mantissa_bits)
+    assert ((back - want).abs()[finite] <= (0.0 if same_bits else smallest / 2 * got.scale.item())).all()
+    assert back[want.isnan()].isnan().all()
+    assert back[want.isinf()].isnan().all()  # no pair has infinities in both
+    if same_bits:
+        negative_zero = (want == 0) & want.signbit() & (new.nan == "negative_zero")
+        same = finite & ~negative_zero
+        assert torch.equal(got.codes(other)[same], q.codes(name)[same])
+        assert (got.codes(other)[negative_zero] == 0).all()
+
+
+def test_there_and_back_keeps_the_bits() -> None:
+    fn, fnuz, ieee = FORMATS["float8_e4m3fn"], FORMATS["float8_e4m3fnuz"], FORMATS["float8_e4m3"]
+    every = torch.arange(256).to(torch.uint8)
+    nan, negative_zero = (every & 0x7F) == 0x7F, every == 0x80
+    q = QuantizedTensor.of_codes(every[~nan].view(1, -1), torch.ones(1, 1), fn, (WHOLE, WHOLE))
+    back = q.convert(fnuz).convert(fn)
+    assert torch.equal(back.codes(fn.name), q.codes(fn.name).masked_fill(negative_zero[~nan], 0))
+    assert back.scale.item() == 1.0
+    # 240 of e4m3fnuz has the bits of e4m3fn's NaN: it stays 240 there, and numbers below 2^-6 are rounded instead.
+    q = QuantizedTensor.of_codes(codes([0x7F, 0x80, 0x01, 0x02, 0x03, 0x7E]), torch.ones(1, 1), fnuz, (WHOLE, WHOLE))
+    value = q.convert(fn).dequantize()
+    assert value.nan_to_num(-1.0).tolist() == [[240.0, -1.0, 0.0, 2.0**-9, 2.0**-8, 224.0]]
+    # Nothing above 240 needs no other scale.
+    q = QuantizedTensor.of_codes(codes([0x77, 0x01, 0x80]), torch.ones(1, 1), ieee, (WHOLE, WHOLE))
+    assert torch.equal(q.convert(fn).codes(fn.name), q.codes(ieee.name))
+    assert torch.equal(q.convert(fn).convert(ieee).codes(ieee.name), q.codes(ieee.name))
+
+
+def test_conversions_that_cannot_be_are_refused() -> None:
+    fn, fnuz = FORMATS["float8_e4m3fn"], FORMATS["float8_e4m3fnuz"]
+    q = QuantizedTensor.of_codes(codes([0x38]), torch.tensor([[3e38]]), fn, (WHOLE, WHOLE))
+    with pytest.raises(ConfigError, match=r"float8_e4m3fnuz, with scales times 2;.*range of float32"):
+        q.convert(fnuz)
+    tiny = QuantizedTensor.of_codes(codes([0x38]), torch.tensor([[1.5e-45]]), fnuz, (WHOLE, WHOLE))
+    with pytest.raises(ConfigError, match=r"with scales times 0.5;"):
+        tiny.convert(fn)
+    with pytest.raises(Unsupported, match=r"float8_e4m3fn asked to be converted to float8_e5m2, which is no variant"):
+        q.convert(FORMATS["float8_e5m2"])
+
+
+# ------------------------------------------------------------------------------------------------------- shards
+
+
+def shards(ctx: Rank) -> list[str]:
+    """What differs when codes and scales are DTensors."""
+    dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.size)
+    mesh = init_device_mesh("cpu", (ctx.size,))
+    fn, fnuz, wrong = FORMATS["float8_e4m3fn"], FORMATS["float8_e4m3fnuz"], []
+    for scaling in ("tensor", "row", "block1x128", "block128x128", "mx"):
+        q = BACKEND.quantize(normal(512, 259 if scaling == "row" else 256), fn, scaling)
+        for dim in (0, 1):
+            payload = distribute_tensor(q.codes(fn.name), mesh, [Shard(dim)])
+            for where in (Replicate(), Shard(0)):
+                scale = distribute_tensor(q.scale, mesh, [where])
+                sharded = QuantizedTensor.of_codes(payload, scale, fn, q.block)
+                for what, got, want in (
+                    ("codes", sharded.codes(fn.name), q.codes(fn.name)),
+                    ("dequantize", sharded.dequantize(), q.dequantize()),
+                    ("t", sharded.t().dequantize(), q.t().dequantize()),
+                    ("convert", sharded.convert(fnuz).dequantize(), q.convert(fnuz).dequantize()),
+                ):
+                    assert isinstance(got, DTensor)
+                    if not got.placements[0].is_shard() or not torch.equal(got.full_tensor(), want):
+                        wrong.append(f"{scaling} {dim} {where} {what}")
+    x, random = normal(7, 5), random_bits((7, 5), 3)
+    split = distribute_tensor(x, mesh, [Shard(0)])  # 4 rows and 3
+    for draws in (random, distribute_tensor(random, mesh, [Shard(0)])):
+        got = encode(split, fn, random=draws)
+        if not torch.equal(got.full_tensor(), encode(x, fn, random=random)):  # pyright: ignore[reportAttributeAccessIssue]
+            wrong.append("random")
+    odd = BACKEND.quantize(normal(384, 128), fn, "block128x128")
+    payload = distribute_tensor(odd.codes(fn.name), mesh, [Shard(0)])
+    try:
+        QuantizedTensor.of_codes(payload, odd.scale, fn, odd.block).dequantize()
+    except ConfigError as error:
+        return [*wrong, str(error)]
+    return [*wrong, "no error"]
+
+
+def test_codes_and_scales_may_be_sharded() -> None:
+    for found in run_ranks(shards, 2):
+        assert len(found) == 1, found
+        assert "2 parts along dimension 0; a part has 192, no multiple of 128" in found[0]
 
 
 # ----------------------------------------------------------------------------------------------------- products

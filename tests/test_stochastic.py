@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from accelbridge.errors import ConfigError
 from accelbridge.precision.formats import FORMATS, decode, encode
 from accelbridge.precision.stochastic import random_bits, random_key
 
-PLAIN_LOOPS = {"cpp.simdlen": 0}  # compiled in less time
+PLAIN_LOOPS: dict[str, Any] = {"cpp.simdlen": 0}  # compiled in less time
 SIGNED = [name for name in FORMATS if FORMATS[name].signed]
 E4M3, E5M2 = FORMATS["float8_e4m3fn"], FORMATS["float8_e5m2"]
 

@@ -1,4 +1,4 @@
-"""``accelbridge checkpoint``: list, verify, export."""
+"""``accelbridge checkpoint``: list, verify, export, convert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from accelbridge.errors import CheckpointError, ConfigError
 
-app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, verify, export and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
 CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint: OUTPUT/checkpoints/step_N.", show_default=False)]
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32"}
@@ -25,19 +25,49 @@ def export(
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="as they are", metavar="DTYPE")
     ] = None,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Begin a new file above this size.")] = 5 * 10**9,
+    quantize: Annotated[
+        str | None, typer.Option(help="Format for matrices: float8_e4m3fn, ...", show_default="none", metavar="FORMAT")
+    ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="How scales are made, with --quantize.", show_default="block128x128")
+    ] = None,
+    include: Annotated[
+        str | None,
+        typer.Option(help="Names of what is quantized: a pattern.", show_default="in numbered modules: layers.0.*"),
+    ] = None,
 ) -> None:
     """Write the model's weights at PATH as safetensors, with a config.json, into OUT.
 
-    Works on one process, whatever layout wrote the checkpoint. OUT appears whole or not at all.
+    Works on one process, whatever layout wrote the checkpoint. OUT appears whole or not at all. With --quantize,
+    matrices of layers take a byte an element, with scales; embeddings, the head and vectors stay as they are.
     """
+    if quantize is None and (scaling or include):
+        raise ConfigError("--scaling or --include asked without --quantize; they say how and what is quantized; add it")
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} asked; there are float32, bfloat16 and float16; choose one of them")
+    from accelbridge.checkpoint.export import Quantize
     from accelbridge.checkpoint.export import export as export_weights
 
-    done = export_weights(path, out, None if dtype is None else _DTYPES[dtype], shard_bytes)
+    how = None if quantize is None else Quantize(quantize, scaling or "block128x128", include or "")
+    done = export_weights(path, out, None if dtype is None else _DTYPES[dtype], shard_bytes, how)
     typer.echo(f"{out}: {done.parameters:,} parameters in {done.tensors} tensors, {done.bytes:,} bytes")
     for name in done.files:
         typer.echo(f"  {name}")
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A safetensors file with quantized tensors.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A file to make; it is never overwritten.", show_default=False)],
+    format: Annotated[str, typer.Option(help="The variant to write: float8_e4m3fnuz, ...", metavar="FORMAT")],
+    no_convert: Annotated[bool, typer.Option("--no-convert", help="Refuse, if anything had to be converted.")] = False,
+) -> None:
+    """Write FILE to OUT with its quantized tensors in another variant of their format, and say what that did."""
+    from accelbridge.checkpoint.variants import convert_file
+
+    said = convert_file(file, out, format, convert=not no_convert)
+    for line in said or [f"all of it is {format} already"]:
+        typer.echo(line)
 
 
 @app.command()

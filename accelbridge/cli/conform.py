@@ -72,7 +72,10 @@ def list_tests(level: Levels = "core,train,fp8,offload,scale") -> None:
 
     for case in chosen_cases(check_levels(_split(level)), ()):
         worlds = ",".join(map(str, case.worlds))
-        typer.echo(f"{case.id:8} {case.level:8} ranks {worlds:6} {case.property}")
+        typer.echo(f"{case.id:8} {case.level:8} ranks {worlds:6} {case.asserted()}")
+        if case.spmd is not None:
+            no_question = f"no question: {case.spmd}" if isinstance(case.spmd, str) else ""
+            typer.echo(f"{'':8} {'':8} {'spmd':12} {no_question or case.asserted('spmd')}")
 
 
 @app.command()

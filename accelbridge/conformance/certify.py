@@ -89,7 +89,7 @@ def _result(runner: Runner, case: Case, certify: bool, say: Callable[[Outcome, b
         say(outcome, red)
         outcomes.append(outcome)
         falsified.append(red)
-    return build.Result(case, tuple(outcomes), tuple(falsified))
+    return build.Result(case, tuple(outcomes), tuple(falsified), "spmd" if runner.spmd else "eager")
 
 
 def _stranger(target: Target) -> dict[str, Any]:

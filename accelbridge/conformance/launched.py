@@ -1,4 +1,5 @@
-"""The program of ranks that a launcher starts in a test (FLT-014): rank 1 raises while rank 0 waits for it.
+"""The program of ranks that a launcher starts in a test (FLT-014): rank 1 raises while rank 0 waits for it. Alone, it
+raises at once.
 
 ``launched.py SETTINGS``: a JSON object with the backend, its options and a folder.
 """
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 RAISED = "raised_at"
 """File that holds the Unix time of the error."""
@@ -33,13 +35,14 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    if world.size == 1:  # it needs no device, which the process that started the launcher may hold
+        _fail(folder)
     device = backend.device.bind(world)
     backend.collectives.init(connect(world, 60.0), world, timeout_s=_ENOUGH_S, check=False)
     x = torch.ones(64, device=device)
     dist.all_reduce(x)
     if world.rank == 1:
-        (folder / RAISED).write_text(str(time.time()))
-        raise ValueError("a reason of its own")
+        _fail(folder)
     time.sleep(1.0)  # its error must not be found by way of the broken connection alone
     try:
         dist.all_reduce(x)
@@ -47,6 +50,11 @@ def main() -> None:
     except Exception:
         time.sleep(_ENOUGH_S)  # a rank that does not end by itself
         raise
+
+
+def _fail(folder: Path) -> NoReturn:
+    (folder / RAISED).write_text(str(time.time()))
+    raise ValueError("a reason of its own")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,13 @@ class Case:
     """Its meaning under the spmd execution model, in one process: another body, or why it holds no question there
     (NOT_SUPPORTED with that reason). None: the same body, and the same numbers of ranks."""
 
-    @property
-    def property(self) -> str:
+    def body_under(self, execution: str) -> Body:
+        """What runs under that execution model."""
+        return self.spmd if execution == "spmd" and callable(self.spmd) else self.body
+
+    def asserted(self, execution: str = "eager") -> str:
         """The property asserted: the first paragraph of the body's docstring, on one line."""
-        return " ".join((self.body.__doc__ or "").strip().split("\n\n")[0].split())
+        return " ".join((self.body_under(execution).__doc__ or "").strip().split("\n\n")[0].split())
 
 
 _CASES: dict[str, Case] = {}
@@ -91,6 +94,7 @@ def case(
         assert id not in _CASES, f"{id} is registered twice"
         assert level in LEVELS, level
         assert body.__doc__, f"{id} does not say which property it asserts"
+        assert not callable(spmd) or spmd.__doc__, f"{id} does not say which property it asserts under spmd"
         _CASES[id] = Case(id, level, body, worlds, group, fresh, exits, phases, optional, timeout_s, revision, spmd)
         return body
 

@@ -191,7 +191,7 @@ class _Rank:
     def _execute(self, bench: Any, token: str) -> None:
         """The body, inside a process group of its own where it wants one."""
         case = bench.case
-        body = case.spmd if callable(case.spmd) and self.backend.execution.model == "spmd" else case.body
+        body = case.body_under(self.backend.execution.model)
         if self.store is None:
             body(bench)
             return

@@ -40,17 +40,7 @@ class EmulatedFp8(PortableMatmul):
                 f"{tuple(x.shape)} {x.dtype} asked to be quantized; hand over a matrix in float32 or less"
             )
         chosen = scaling_of(scaling)
-        if scale is None:
-            scale = make_scale(x, format, chosen)
-        elif chosen.unit:
-            raise ConfigError('scaling "unit" asked with a scale, which it would not use; use "tensor"')
-        elif scale.dtype != torch.float32 or tuple(scale.shape) != block_counts(x.shape, chosen.block):
-            raise ConfigError(
-                f'scaling "{scaling}" of {tuple(x.shape)} asked with a scale {tuple(scale.shape)} {scale.dtype}; '
-                f"use {block_counts(x.shape, chosen.block)} torch.float32"
-            )
-        scaled = x if chosen.unit else divided(x, scale, chosen.block)
-        return QuantizedTensor.of_codes(formats.encode(scaled, format), scale, format, chosen.block)
+        return quantized(x, format, chosen, scale)
 
     def scaled_mm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -82,6 +72,21 @@ class EmulatedFp8(PortableMatmul):
             raise ConfigError(f"a scaled product {tuple(a.shape)} x {tuple(b.shape)} asked; K must be equal")
         if out_dtype not in OUT_DTYPES:
             raise Unsupported(f"a scaled product in {out_dtype} asked; use one of {', '.join(map(str, OUT_DTYPES))}")
+
+
+def quantized(x: Tensor, format: Format, scaling: Scaling, scale: Tensor | None = None) -> QuantizedTensor:
+    """The matrix ``x``, float32 or narrower, in any narrow format; ``scale`` as in ``Matmul.quantize``."""
+    if scale is None:
+        scale = make_scale(x, format, scaling)
+    elif scaling.unit:
+        raise ConfigError('scaling "unit" asked with a scale, which it would not use; use "tensor"')
+    elif scale.dtype != torch.float32 or tuple(scale.shape) != block_counts(x.shape, scaling.block):
+        raise ConfigError(
+            f'scaling "{scaling.name}" of {tuple(x.shape)} asked with a scale {tuple(scale.shape)} {scale.dtype}; '
+            f"use {block_counts(x.shape, scaling.block)} torch.float32"
+        )
+    scaled = x if scaling.unit else divided(x, scale, scaling.block)
+    return QuantizedTensor.of_codes(formats.encode(scaled, format), scale, format, scaling.block)
 
 
 def blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

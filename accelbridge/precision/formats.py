@@ -47,6 +47,11 @@ def width(format: Format) -> int:
     return format.signed + format.exponent_bits + format.mantissa_bits
 
 
+def is_narrow(name: str) -> bool:
+    """Whether ``name`` is that of a known format with a sign whose codes take a byte at most."""
+    return name in FORMATS and FORMATS[name].signed and width(FORMATS[name]) <= 8
+
+
 def magnitude_mask(format: Format) -> int:
     """The bits of a code but its sign."""
     return _ones(format.exponent_bits + format.mantissa_bits)
@@ -83,6 +88,11 @@ def encode(
     policy = overflow or format.overflow
     _check(x, format, policy, random)
     x = x.detach()
+    if hasattr(x, "device_mesh"):
+        from accelbridge.precision.shards import elementwise
+
+        operands = (x,) if random is None else (x, random)
+        return elementwise(lambda *local: encode(local[0], format, overflow, *local[1:]), *operands)
     if random is None and width(format) <= 8 and _looks_up(x):
         table = _table(("encode", format, policy), lambda: _encode(_every_bfloat16(), format, policy, None))
         codes = torch.empty(x.shape, dtype=table.dtype, device="cpu")
@@ -113,6 +123,10 @@ def _encode(x: Tensor, format: Format, policy: str, random: Tensor | None) -> Te
 
 def decode(codes: Tensor, format: Format) -> Tensor:
     """float32 values of ``codes`` [...], exactly."""
+    if hasattr(codes, "device_mesh"):
+        from accelbridge.precision.shards import elementwise
+
+        return elementwise(lambda local: decode(local, format), codes)
     if width(format) <= 8 and _looks_up(codes):
         table = _table(("decode", format), lambda: _decode(torch.arange(256, dtype=torch.int32, device="cpu"), format))
         return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -96,16 +97,57 @@ class QuantizedTensor:
         """The codes as uint8, for a reader that takes them as ``format``; another variant than ours is refused."""
         if format != self.format.name:
             raise Unsupported(
-                f"codes of {self.format.name} asked as {format}: the same bits are other numbers there; dequantize, "
-                f"then quantize anew"
+                f"codes of {self.format.name} asked as {format}: the same bits are other numbers there; convert, or "
+                f"dequantize and quantize anew"
             )
         return self.payload.view(torch.uint8)
 
     def dequantize(self) -> Tensor:
         """float32: exact where scales are powers of two (and nothing overflows), else rounded once."""
-        value = formats.decode(self.codes(self.format.name), self.format)
-        return value * spread(self.scale, self.block, self.shape)
+
+        def values(payload: Tensor, scale: Tensor) -> Tensor:
+            value = formats.decode(payload.view(torch.uint8), self.format)
+            return value * spread(scale, self.block, value.shape)
+
+        if hasattr(self.payload, "device_mesh"):
+            from accelbridge.precision.shards import with_local_scales
+
+            return with_local_scales(values, self.payload, self.scale, self.block)
+        return values(self.payload, self.scale)
 
     def t(self) -> QuantizedTensor:
         """The transposed matrix, as views."""
         return replace(self, payload=self.payload.t(), scale=self.scale.t(), block=(self.block[1], self.block[0]))
+
+    def convert(self, format: Format) -> QuantizedTensor:
+        """The matrix in another variant of its format, as of e4m3fn in e4m3fnuz: the codes' values times 2^-k, the
+        scales times 2^k. For weights that are loaded, not for each step: the host waits for what it finds in the codes.
+
+        k is the difference of the biases where all numbers fit so: they keep their bits. Else it is the least from 0
+        on at which the largest one fits, ceil(log2(own max / new max)), and an element is off by at most half the new
+        format's smallest number times its new scale, as only what becomes subnormal is rounded. Nothing saturates.
+
+        e4m3fn to e4m3fnuz and back keeps all bits, but -0, which e4m3fnuz lacks, becomes 0. So does e4m3fnuz to e4m3fn
+        without codes 0x7F and 0xFF (240), whose bits are NaN there; with them k is 0. NaN stays NaN, and infinity
+        becomes NaN where there is none.
+
+        Raises ``Unsupported`` for a format that is no variant, ConfigError for scales that float32 could not hold.
+        """
+        own = self.format
+        if (own.exponent_bits, own.mantissa_bits) != (format.exponent_bits, format.mantissa_bits):
+            raise Unsupported(
+                f"{own.name} asked to be converted to {format.name}, which is no variant of it; dequantize, then "
+                f"quantize anew"
+            )
+        values, k = formats.decode(self.codes(own.name), own), format.bias - own.bias
+        if bool((values.isfinite() & (values.abs() * 2.0**-k > format.max)).any()):
+            k = max(0, math.ceil(math.log2(own.max / format.max)))
+        scale = self.scale * 2.0**k
+        if bool((self.scale.isfinite() & (scale * 2.0**-k != self.scale)).any()):
+            raise ConfigError(
+                f"{own.name} asked to be converted to {format.name}, with scales times {2.0**k:g}; some of them leave "
+                f"the range of float32; dequantize, then quantize anew"
+            )
+        # What is too large now are infinities.
+        codes = formats.encode(values * 2.0**-k, format, "inf" if format.nan == "ieee" else "nan")
+        return QuantizedTensor.of_codes(codes, scale, format, self.block)

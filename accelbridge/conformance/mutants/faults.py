@@ -19,6 +19,7 @@ from accelbridge.conformance.mutants.collectives import Done
 from accelbridge.errors import CollectiveMismatch
 from accelbridge.launch.agent import Agent
 from accelbridge.portable.collectives import TorchCollectives
+from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.portable.guard import Guard
 from accelbridge.portable.lowerings import Call
 from accelbridge.portable.matmul import PortableMatmul
@@ -143,8 +144,7 @@ def bare_errors(patch: Patch) -> None:
         except Exception as error:
             raise RuntimeError("internal error 5") from error
 
-    patch(PortableMatmul, "quantize", bare)
-    patch(PortableMatmul, "scaled_mm", bare)
+    patch(EmulatedFp8, "quantize", bare)
     patch(TorchCollectives, "init", bare)
 
 

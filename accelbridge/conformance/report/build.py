@@ -22,6 +22,8 @@ class Result:
     case: Case
     outcomes: tuple[Outcome, ...]
     falsified: tuple[bool | None, ...]
+    execution: str = "eager"
+    """The model under which it ran, which can give an id another meaning."""
 
 
 def number(value: float) -> float | str:
@@ -43,7 +45,7 @@ def test_row(result: Result, evidence: str, waivers: Iterable[Waiver]) -> Test:
         id=case.id,
         revision=case.revision,
         level=case.level,
-        property=case.property,
+        property=case.asserted(result.execution),
         status=status,
         code=code,
         message=worst_outcome.message if worst_outcome else "nothing was heard of it",

@@ -79,7 +79,8 @@ def _events(folder: Path, report: Report) -> list[str]:
     try:
         events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         introduction = next((e for e in events if e["event"] == "introduction"), None)
-        results = _results([e for e in events if e["event"] == "end"])
+        execution = introduction["backend"]["execution"] if introduction else "unknown"
+        results = _results([e for e in events if e["event"] == "end"], execution)
     except (ValueError, KeyError, TypeError):
         return ["events.jsonl cannot be read as events of this suite"]
     strength = introduction["strength"] if introduction else STRENGTHS[0]
@@ -105,13 +106,13 @@ _INTRODUCED = ("chip", "devices", "torch", "software", "patched")
 """Of the environment, what a rank of the backend has said."""
 
 
-def _results(ends: list[dict[str, Any]]) -> list[build.Result]:
+def _results(ends: list[dict[str, Any]], execution: str) -> list[build.Result]:
     """Results from their events, in order."""
     by_id: dict[str, list[dict[str, Any]]] = {}
     for event in ends:
         by_id.setdefault(event["id"], []).append(event)
     return [
-        build.Result(cases()[id], tuple(map(_outcome, found)), tuple(event["falsified"] for event in found))
+        build.Result(cases()[id], tuple(map(_outcome, found)), tuple(event["falsified"] for event in found), execution)
         for id, found in by_id.items()
     ]
 

@@ -3,6 +3,8 @@
 What is asked of an operation is what ``torch.distributed`` documents for it, since the trainer issues its traffic
 there. Data are small whole numbers by hash of rank and index: a sum is exact in any order, and a part that is missing,
 doubled, shifted or swapped shows. Only the test of rounding (COL-002) uses other data.
+
+What the same ids mean under the spmd execution model, which knows no ranks, is in ``collectives_spmd.py``.
 """
 
 # torch.distributed re-exports without saying so, and stubs its functions with narrower types than it takes.
@@ -22,9 +24,9 @@ from accelbridge.backend import World
 from accelbridge.conformance.bench import Bench, NotSupported, is_unsupported
 from accelbridge.conformance.oracle import collectives as oracle
 from accelbridge.conformance.registry import case
+from accelbridge.conformance.suite import collectives_spmd as spmd
 from accelbridge.errors import AccelbridgeError
 
-NO_RANKS = "one process drives all devices, and the compiler moves the data: there are no ranks that could communicate"
 _SIZES = (0, 1, 7, 8, 1000, 2**20 + 3)
 _FEW = (1, 7, 1000)
 _WHOLE = (torch.float32, torch.bfloat16, torch.int64)
@@ -56,7 +58,7 @@ def _floats(t: Bench, op: str, variant: str) -> list[torch.dtype]:
 # ------------------------------------------------------------------------------------------------- each operation
 
 
-@case("COL-001", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-001", "core", worlds=(2,), spmd=spmd.sums_exact)
 def all_reduce_exact(t: Bench) -> None:
     """all_reduce SUM of hashed integers is exact, with the same bits on every rank."""
     for size in _SIZES:
@@ -67,7 +69,7 @@ def all_reduce_exact(t: Bench) -> None:
             t.equal(x, oracle.whole_sum(parts), name=f"{size} {dtype}")
 
 
-@case("COL-002", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-002", "train", worlds=(3,), spmd=spmd.reduction_precision)
 def reduction_precision(t: Bench) -> None:
     """Sums of normal and of wide-ranged numbers stay within the bound of the declared reduction precision.
 
@@ -92,7 +94,7 @@ def reduction_precision(t: Bench) -> None:
             t.within(chunk, want, bound, name=f"reduce_scatter {name} {kind.__name__}")
 
 
-@case("COL-003", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-003", "train", worlds=(3,), spmd=spmd.mean_and_product)
 def average_and_product(t: Bench) -> None:
     """AVG is the sum over the number of ranks within 2 units in the last place; PRODUCT of powers of two is exact.
 
@@ -123,7 +125,7 @@ def _powers(x: Tensor) -> Tensor:
     return torch.exp2(exponents).where(exponents >= 0, -torch.exp2(exponents))
 
 
-@case("COL-004", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-004", "train", worlds=(3,), spmd=spmd.extremes_and_nan)
 def extremes_and_nan(t: Bench) -> None:
     """MIN and MAX are exact; a NaN, or +inf and -inf, on any ranks make a SUM, AVG and PRODUCT NaN on all of them.
 
@@ -156,7 +158,7 @@ def extremes_and_nan(t: Bench) -> None:
                 t.equal(x, pick(torch.stack(dirty), 0), name=f"NaN {op} {dtype}")
 
 
-@case("COL-005", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-005", "core", worlds=(2,), spmd=spmd.read_by_every_row)
 def broadcast_from_every_root(t: Bench) -> None:
     """broadcast gives every rank the bits of the root, whichever rank that is, and leaves the root's own alone."""
     for root in range(t.world.size):
@@ -168,7 +170,7 @@ def broadcast_from_every_root(t: Bench) -> None:
                 t.equal(x, parts[root], name=f"from {root} {size} {dtype}")
 
 
-@case("COL-006", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-006", "train", worlds=(3,), spmd=spmd.into_every_row)
 def reduce_to_every_root(t: Bench) -> None:
     """reduce SUM is exact at the root, whichever rank that is. (torch promises nothing of the others' buffers.)"""
     for root in range(t.world.size):
@@ -187,7 +189,7 @@ def reduce_to_every_root(t: Bench) -> None:
             t.equal(x, torch.stack(parts).amax(0), name=f"MAX to {root}")
 
 
-@case("COL-007", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-007", "core", worlds=(2,), spmd=spmd.read_in_order)
 def all_gather_in_rank_order(t: Bench) -> None:
     """all_gather, into a list and into one tensor, gives the bits of all ranks in rank order."""
     n = t.world.size
@@ -203,7 +205,7 @@ def all_gather_in_rank_order(t: Bench) -> None:
                 t.equal(got, parts[rank], name=f"list {size} {dtype} of {rank}")
 
 
-@case("COL-008", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-008", "core", worlds=(2,), spmd=spmd.sums_split_again)
 def reduce_scatter_chunks(t: Bench) -> None:
     """reduce_scatter, of one tensor and of a list, gives chunk i of the exact sum to rank i."""
     n = t.world.size
@@ -220,7 +222,7 @@ def reduce_scatter_chunks(t: Bench) -> None:
             t.equal(out, want, name=f"list {size} {dtype}")
 
 
-@case("COL-009", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-009", "train", worlds=(3,), spmd=spmd.rows_exchanged)
 def all_to_all_splits(t: Bench) -> None:
     """all_to_all_single is right with equal splits and with uneven ones, some of them 0; done twice, it gives back x.
 
@@ -241,7 +243,7 @@ def all_to_all_splits(t: Bench) -> None:
         t.equal(back, parts[rank], name=f"{name}, and back")
 
 
-@case("COL-010", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-010", "train", worlds=(3,), spmd=spmd.placed_and_read)
 def scatter_and_gather(t: Bench) -> None:
     """scatter from and gather to every root give each rank its part, and the root all parts in rank order."""
     n, rank = t.world.size, t.world.rank
@@ -257,7 +259,7 @@ def scatter_and_gather(t: Bench) -> None:
                 t.equal(got, parts[other], name=f"gather to {root} {size} of {other}")
 
 
-@case("COL-011", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-011", "train", worlds=(3,), spmd=spmd.neighbours)
 def point_to_point(t: Bench) -> None:
     """send and recv, in a ring, crossing, and several between the same two ranks, arrive in the order of sending.
 
@@ -300,7 +302,7 @@ def _wait(t: Bench, works: Sequence[Any]) -> None:
         t.run(work.wait)
 
 
-@case("COL-012", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-012", "core", worlds=(2,), spmd=spmd.synchronize_waits_for_all)
 def barrier_waits(t: Bench) -> None:
     """No rank leaves a barrier before the slowest has come to it; each rank in turn comes 100 ms late.
 
@@ -319,7 +321,7 @@ def barrier_waits(t: Bench) -> None:
 # ------------------------------------------------------------------------------------------------------- groups
 
 
-@case("COL-013", "train", worlds=(4,), spmd=NO_RANKS)
+@case("COL-013", "train", worlds=(4,), spmd=spmd.halves_do_not_mix)
 def concurrent_subgroups(t: Bench) -> None:
     """Subgroups {0, 2} and {1, 3} work at the same time without mixing; who is no member has rank -1 there and keeps
     its data."""
@@ -344,7 +346,7 @@ def concurrent_subgroups(t: Bench) -> None:
     t.equal(x, _parts(t, 9, name="no member")[rank], name="a call of no member")
 
 
-@case("COL-014", "train", worlds=(2,), group=False, spmd=NO_RANKS)
+@case("COL-014", "train", worlds=(2,), group=False, spmd=spmd.one_way_is_identity)
 def alone_is_identity(t: Bench) -> None:
     """In a group of one rank, the world or a subgroup of it, every collective is the identity."""
     assert t.store is not None
@@ -391,7 +393,7 @@ def _alone(t: Bench, x: Tensor, name: str, call: Callable[[Tensor, Tensor], Any]
 # ------------------------------------------------------------------------------------------- time, order, memory
 
 
-@case("COL-015", "core", worlds=(2,), spmd=NO_RANKS)
+@case("COL-015", "core", worlds=(2,), spmd=spmd.steps_queued)
 def asynchronous(t: Bench) -> None:
     """After wait() the value is there: 1,000 all_reduces of what the device still computes when they are issued.
 
@@ -411,7 +413,7 @@ def asynchronous(t: Bench) -> None:
     t.equal(torch.stack(found), oracle.whole_sum(parts))
 
 
-@case("COL-016", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-016", "train", worlds=(3,), spmd=spmd.views)
 def strided_tensors(t: Bench) -> None:
     """Transposed, sliced, strided and offset tensors are right by value, or refused by a typed error: never wrong.
 
@@ -470,7 +472,7 @@ def _strided(
         t.equal(x if in_place else out, want, name=f"{name} {layout}")
 
 
-@case("COL-017", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-017", "train", worlds=(3,), spmd=spmd.in_place)
 def shared_memory(t: Bench) -> None:
     """Input and output that are the same chunk give the bits of separate ones; overlapping ones too, or an error.
 
@@ -506,7 +508,7 @@ def _done(t: Bench, name: str, call: Callable[[], Any]) -> bool:
     return True
 
 
-@case("COL-018", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-018", "train", worlds=(3,), spmd=spmd.subnormals)
 def subnormals(t: Bench) -> None:
     """Subnormal float32 summands are kept, or count as 0 where ``ftz.float32`` = "flushed" says so; -0 + -0 = -0."""
     tiny = 2.0**-149
@@ -523,7 +525,7 @@ def subnormals(t: Bench) -> None:
     t.equal(x.signbit(), zeros.signbit(), name="sign of zero")
 
 
-@case("COL-019", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-019", "train", worlds=(3,), spmd=spmd.many_in_one_graph)
 def many_in_flight(t: Bench) -> None:
     """500 small collectives that are in flight together, of several kinds, are all right, in whatever order they are
     waited for; one rank starts late."""
@@ -548,7 +550,7 @@ def many_in_flight(t: Bench) -> None:
         t.equal(got + 0, want, name=name)
 
 
-@case("COL-020", "fp8", worlds=(3,), spmd=NO_RANKS)
+@case("COL-020", "fp8", worlds=(3,), spmd=spmd.bytes_moved)
 def fp8_moves_bits(t: Bench) -> None:
     """all_gather and broadcast of 8-bit floats move every bit pattern; a sum of them is refused by a typed error,
     unless the backend declares one (then: right to the precision of ``reduce.precision.<dtype>``, COL-002)."""
@@ -565,7 +567,7 @@ def fp8_moves_bits(t: Bench) -> None:
             t.raises(_REFUSALS, dist.all_reduce, _mine(t, parts).view(dtype))
 
 
-@case("COL-021", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-021", "train", worlds=(3,), spmd=spmd.every_dtype)
 def every_dtype(t: Bench) -> None:
     """Every dtype is reduced, gathered and broadcast exactly, or refused by a typed error on every rank."""
     kinds = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -599,7 +601,7 @@ def _right_or_refused(
     t.equal(got, want, name=name)
 
 
-@case("COL-022", "train", worlds=(3,), spmd=NO_RANKS)
+@case("COL-022", "train", worlds=(3,), spmd=spmd.deterministic)
 def deterministic(t: Bench) -> None:
     """Where the backend declares itself deterministic: all_reduce and reduce_scatter of the same data give the same
     bits 50 times over, and all_reduce gives them on every rank."""
@@ -622,7 +624,14 @@ def deterministic(t: Bench) -> None:
     t.equal(torch.stack(everywhere), first.expand(n, -1), name="across ranks")
 
 
-@case("COL-023", "scale", worlds=(8, 3, 5, 6, 7), timeout_s=300.0, spmd=NO_RANKS)
+@case(
+    "COL-023",
+    "scale",
+    worlds=(8, 3, 5, 6, 7),
+    timeout_s=300.0,
+    spmd="how many devices there are is fixed when the runtime starts; COL-001 and COL-005 to COL-011 ask of numbers "
+    "of rows that these do not divide, and of fewer rows than devices",
+)
 def other_world_sizes(t: Bench) -> None:
     """What COL-001, 007, 008 and 009 assert, at 8 ranks and at numbers of ranks that are no power of two."""
     for body in (all_reduce_exact, all_gather_in_rank_order, reduce_scatter_chunks, all_to_all_splits):

@@ -5,6 +5,9 @@ Calls that do not fit together are tried twice, in groups of their own: with the
 where an error in time is asked, or the end that the backend declares (facts ``collective.on_mismatch`` = "abort": a
 rank may end by SIGABRT; ``collective.op_mismatch`` = "undetected": SUM against MAX may go through). Every test runs in
 processes of its own.
+
+Under the spmd execution model nobody else is there to call otherwise, or to be missing: ids either mean what
+``faults_spmd.py`` says, or say why nothing is left of their question.
 """
 
 # torch.distributed re-exports without saying so, and stubs its functions with narrower types than it takes.
@@ -35,6 +38,7 @@ from accelbridge.conformance.bench import Bench, is_unsupported
 from accelbridge.conformance.launched import PIDS, RAISED
 from accelbridge.conformance.oracle import collectives as oracle
 from accelbridge.conformance.registry import case
+from accelbridge.conformance.suite import faults_spmd as spmd
 from accelbridge.conformance.suite.trainer_support import (
     BATCH,
     Given,
@@ -48,7 +52,6 @@ from accelbridge.conformance.suite.trainer_support import (
 )
 from accelbridge.errors import AccelbridgeError, CollectiveMismatch
 
-NO_RANKS = "one process drives all devices: there is no second caller that could call differently, or be missing"
 _LIMIT_S = 4.0
 """Time limit of the groups here."""
 _LATE_S = 20.0
@@ -121,13 +124,13 @@ def _differs(t: Bench, call: Callable[[], Any]) -> None:
 # ------------------------------------------------------------------------------------------------ mismatches
 
 
-@case("FLT-001", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-001", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-001"])
 def shapes_differ(t: Bench) -> None:
     """all_reduce of another shape on each rank is an error on every rank within the time limit, never a success."""
     _differs(t, lambda: dist.all_reduce(t.put(torch.ones(4 + t.world.rank))))
 
 
-@case("FLT-002", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-002", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-002"])
 def dtypes_differ(t: Bench) -> None:
     """all_reduce of another dtype on each rank is an error on every rank within the time limit, never a success.
 
@@ -139,14 +142,14 @@ def dtypes_differ(t: Bench) -> None:
     _differs(t, lambda: dist.all_reduce(t.put(torch.ones(64).to(dtypes[t.world.rank % 2]))))
 
 
-@case("FLT-003", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-003", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-003"])
 def order_differs(t: Bench) -> None:
     """all_reduce on one rank against broadcast on the other: both end, with an error, within the limit + 20 s."""
     x = t.put(torch.ones(64))
     _differs(t, lambda: dist.all_reduce(x) if t.world.rank else dist.broadcast(x, 0))
 
 
-@case("FLT-021", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-021", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-021"])
 def operations_differ(t: Bench) -> None:
     """SUM on one rank against MAX on the other is named where calls are compared; where not, it is an error, or goes
     through where the backend declares that (``collective.op_mismatch`` = "undetected")."""
@@ -169,14 +172,14 @@ def operations_differ(t: Bench) -> None:
     t.same(found == "raise" or declared == "undetected", True, f"SUM against MAX: {found}", "ERROR")
 
 
-@case("FLT-022", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-022", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-022"])
 def roots_differ(t: Bench) -> None:
     """broadcast from another root on each rank: both end, with an error, within the limit + 20 s."""
     x = t.put(torch.ones(64))
     _differs(t, lambda: dist.broadcast(x, t.world.rank))
 
 
-@case("FLT-004", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-004", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-004"])
 def one_never_calls(t: Bench) -> None:
     """One rank never calls: the others get an error within 1.5 x the time limit, which names the operation, the group
     and the absent rank where calls are compared.
@@ -204,7 +207,7 @@ def one_never_calls(t: Bench) -> None:
 # -------------------------------------------------------------------------------------------------- lost ranks
 
 
-@case("FLT-005", "train", worlds=(2,), group=False, fresh=True, exits=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-005", "train", worlds=(2,), group=False, fresh=True, exits=True, timeout_s=120.0, spmd=spmd.WHY["FLT-005"])
 def killed_in_the_middle(t: Bench) -> None:
     """A rank is killed in the middle of an all_reduce: the others get an error within the time limit x 1.5.
 
@@ -213,7 +216,7 @@ def killed_in_the_middle(t: Bench) -> None:
     _lose(t, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@case("FLT-006", "train", worlds=(2,), group=False, fresh=True, exits=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-006", "train", worlds=(2,), group=False, fresh=True, exits=True, timeout_s=120.0, spmd=spmd.WHY["FLT-006"])
 def leaves_without_a_word(t: Bench) -> None:
     """A rank ends its process in good order without leaving the group: the others get an error within the time limit
     x 1.5."""
@@ -239,7 +242,7 @@ def _lose(t: Bench, leave: Callable[[], Any]) -> None:
         t.raises(Exception, until_it_fails)
 
 
-@case("FLT-012", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-012", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.WHY["FLT-012"])
 def memory_runs_out_on_one_rank(t: Bench) -> None:
     """Memory runs out on one rank within a backward pass: that error is known as what it is, every other rank gets one
     too, and after a new group has been made the next step is right on all."""
@@ -290,7 +293,7 @@ def _anew(t: Bench, name: str) -> None:
 # -------------------------------------------------------------------------------------------- life of a group
 
 
-@case("FLT-007", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+@case("FLT-007", "train", worlds=(2,), group=False, fresh=True, timeout_s=180.0, spmd=spmd.again_after_a_failure)
 def again_after_a_failure(t: Bench) -> None:
     """After a group has failed, it can be shut down, and a new one in the same processes works."""
     _open(t, "first", check=False)
@@ -304,7 +307,7 @@ def again_after_a_failure(t: Bench) -> None:
     _works(t, "second")
 
 
-@case("FLT-008", "train", worlds=(2,), group=False, fresh=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-008", "train", worlds=(2,), group=False, fresh=True, timeout_s=120.0, spmd=spmd.life_of_an_execution)
 def life_of_a_group(t: Bench) -> None:
     """A second init is refused and harms nothing; a call after shutdown raises; shutdown twice and init again work."""
     collectives, x = t.backend.collectives, t.put(torch.ones(64))
@@ -319,7 +322,7 @@ def life_of_a_group(t: Bench) -> None:
     _works(t, "second")
 
 
-@case("FLT-009", "train", worlds=(2,), fresh=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-009", "train", worlds=(2,), fresh=True, timeout_s=120.0, spmd=spmd.wrong_arguments)
 def wrong_arguments(t: Bench) -> None:
     """A root that does not exist, an output of another size or dtype, a list of another length, splits that do not add
     up and ranks that do not exist are errors on every rank, and the group works on."""
@@ -352,7 +355,7 @@ def wrong_arguments(t: Bench) -> None:
     _works(t, "after all of it")
 
 
-@case("FLT-010", "train", worlds=(2,), group=False, fresh=True, timeout_s=240.0, spmd=NO_RANKS)
+@case("FLT-010", "train", worlds=(2,), group=False, fresh=True, timeout_s=240.0, spmd=spmd.wrong_worlds)
 def wrong_worlds(t: Bench) -> None:
     """No ranks, a rank outside the world, a rank that is there twice and one that never comes: init raises a typed
     error within the time limit + 20 s, and a right init works afterwards.
@@ -377,7 +380,7 @@ def wrong_worlds(t: Bench) -> None:
     _works(t, "right")
 
 
-@case("FLT-011", "train", worlds=(2,), fresh=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-011", "train", worlds=(2,), fresh=True, timeout_s=120.0, spmd=spmd.WHY["FLT-011"])
 def groups_without_me(t: Bench) -> None:
     """A group without members is refused or has none; a call of no member changes nothing, and members go on."""
     try:
@@ -398,22 +401,33 @@ def groups_without_me(t: Bench) -> None:
 # ------------------------------------------------------------------------------------------- launcher, restarts
 
 
-@case("FLT-014", "train", group=False, fresh=True, timeout_s=180.0, spmd=NO_RANKS)
+def _launcher_tells_of_one(t: Bench) -> None:
+    """The one process that the launcher starts raises: the launcher returns a code that is not 0 and names its rank,
+    within 10 s of the error."""
+    _launcher_tells(t, 1)
+
+
+@case("FLT-014", "train", group=False, fresh=True, timeout_s=180.0, spmd=_launcher_tells_of_one)
 def launcher_tells(t: Bench) -> None:
     """One of two launched ranks raises: the launcher returns a code that is not 0, names that rank, and has ended the
     other, which waits in a collective, within 10 s of the error."""
+    _launcher_tells(t, 2)
+
+
+def _launcher_tells(t: Bench, count: int) -> None:
+    """Of the last of ``count`` ranks, which raises."""
     from accelbridge.launch.local import launch
 
     settings = {"backend": t.backend.name, "options": t.options, "folder": str(t.folder)}
     command = [sys.executable, "-P", "-m", "accelbridge.conformance.launched", json.dumps(settings)]
-    said = io.StringIO()
+    said, last = io.StringIO(), f"rank {count - 1}"
     with _unlaunched(), redirect_stderr(said), t.ends_within(120.0, "the launcher"):
-        code = t.run(launch, command, 2, t.backend.collectives, None, t.folder)
+        code = t.run(launch, command, count, t.backend.collectives, None, t.folder)
     ended = time.time()
     raised_at = float((t.folder / RAISED).read_text())
     t.at_most(ended - raised_at, 10.0, "seconds from the error to the end of the launcher", code="TIMEOUT")
     t.same(code != 0, True, f"the launcher's exit code {code}", "ERROR")
-    t.same("rank 1" in said.getvalue(), True, f"names rank 1: {said.getvalue()!r}", "ERROR")
+    t.same(last in said.getvalue(), True, f"names {last}: {said.getvalue()!r}", "ERROR")
     left = [pid for pid in (t.folder / PIDS).read_text().split() if _runs(int(pid))]
     t.same(left, [], "launched ranks that still run", "ERROR")
 
@@ -439,7 +453,7 @@ def _runs(pid: int) -> bool:
 _VICTIMS = (7, 3, 0)
 
 
-@case("FLT-017", "scale", worlds=(8,), group=False, fresh=True, phases=4, timeout_s=400.0, spmd=NO_RANKS)
+@case("FLT-017", "scale", worlds=(8,), group=False, fresh=True, phases=4, timeout_s=400.0, spmd=spmd.WHY["FLT-017"])
 def kills_and_restarts(t: Bench) -> None:
     """Rank 7, 3 or 0 of 8 is killed in the middle of a step: every survivor gets an error within the time limit + 20 s,
     and new processes that resume from the checkpoint end with the bits of a run that nobody killed.
@@ -483,7 +497,7 @@ def _one_more_step(run: Trainer) -> None:
     run.execution.read_sums([values["loss"]])
 
 
-@case("FLT-019", "scale", worlds=(8,), group=False, fresh=True, timeout_s=120.0, spmd=NO_RANKS)
+@case("FLT-019", "scale", worlds=(8,), group=False, fresh=True, timeout_s=120.0, spmd=spmd.WHY["FLT-019"])
 def slow_but_well(t: Bench) -> None:
     """A rank that comes 2 s late to each of three steps is no fault: nobody times out, sums are exact, and barriers
     wait for it."""
@@ -504,12 +518,20 @@ def slow_but_well(t: Bench) -> None:
 # ----------------------------------------------------------------------------------------------- unsupported
 
 
+_NARROW = (
+    Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate"),
+    Format("float8_e4m3fnuz", 4, 3, 8, 240.0, "negative_zero", "saturate"),
+    Format("float8_e4m3", 4, 3, 7, 240.0, "ieee", "saturate"),
+    Format("float8_e5m2", 5, 2, 15, 57344.0, "ieee", "saturate"),
+)
+
+
 @case("FLT-016", "core", timeout_s=60.0)
 def unsupported_is_refused(t: Bench) -> None:
     """A dtype that an op does not take is a typed error or gives the right number: never a wrong one, or a bare error.
 
     Products and attention over integers, truth values and 8-bit floats, in every candidate that claims them; and
-    quantized products where no cell of them is declared.
+    quantizing to 8-bit formats, and their products, where no cell of them is declared.
     """
     for dtype in (torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
         name = str(dtype).removeprefix("torch.")
@@ -525,10 +547,12 @@ def unsupported_is_refused(t: Bench) -> None:
             args = [t.put(x) for x in (q, k, v)]
             mask = Mask(causal=False)
             _right_or_refused(t, f"{label} {name}", want, lambda f=attention, args=args, mask=mask: f(*args, mask))
-    if not any(op == "scaled_mm" and support for (op, _, _), support in t.capabilities.table.items()):
-        e4m3 = Format("float8_e4m3fn", 4, 3, 7, 448.0, "all_ones", "saturate")
-        x = t.put(t.normal(16, 16))
-        t.raises(_TYPED, t.backend.matmul.quantize, x, e4m3, "tensor")
+    claimed = {(op, dtype) for (op, dtype, _), support in t.capabilities.table.items() if support}
+    x = t.put(t.normal(16, 16))
+    for format in _NARROW:
+        if ("quantize", format.name) not in claimed:
+            t.raises(_TYPED, t.backend.matmul.quantize, x, format, "tensor")
+    if "scaled_mm" not in {op for op, _ in claimed}:
         t.raises(_TYPED, t.backend.matmul.scaled_mm, x, x, torch.float32)
     # What is supported is not refused.
     a, b = t.integers(4, 8, name="a"), t.integers(8, 6, name="b")

@@ -42,6 +42,6 @@ def test_conforms(case: Case, runner: Runner) -> None:
     told = [
         f"{o.status.value} {o.code} at {o.world} ranks: {o.message} (log {runner.out / 'logs' / o.log}*)" for o in bad
     ]
-    assert not bad, f"{case.property}\n" + "\n".join(told)
+    assert not bad, f"{case.asserted()}\n" + "\n".join(told)
     if absent:
         pytest.skip(absent[0].message)

@@ -33,6 +33,8 @@ _BFLOAT16 = (
     "under spmd, XLA sums the gradients of data-parallel devices in the dtype of the product that makes them, so "
     "precision.reduce float32 would not be kept"
 )
+_FLUSHED = {"ftz.float32": "flushed"}
+"""Of XLA's CPU client, where it was measured. (The partitioner sends a row as a sum with zeros on any chip.)"""
 _FLOAT16 = "TPUs have no float16 arithmetic"
 _FLOAT8 = "fp8 products are not built yet"
 
@@ -73,6 +75,8 @@ class XlaBackend(Backend):
             recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
             several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
+            facts={"move.zero_sign": "lost", **(_FLUSHED if chip == hardware.VIRTUAL else {})},
+            subnormals={"float32": "flushed", "bfloat16": "flushed"} if chip == hardware.VIRTUAL else {},
         )
 
     @cached_property

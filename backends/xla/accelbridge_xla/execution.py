@@ -71,7 +71,8 @@ class XlaExecution(Execution):
 
     @property
     def _started(self) -> Annotator:
-        assert self._annotator is not None, "start() comes first"
+        if self._annotator is None:
+            raise BackendError("devices asked for; the execution was not started, or is closed; call start() first")
         return self._annotator
 
     # ---- data
@@ -86,7 +87,8 @@ class XlaExecution(Execution):
     def _move(self, x: Tensor, where: Place) -> Tensor:
         """A host tensor onto the devices; each gets its part alone."""
         moved = x.to(self.device)
-        self._started.place(moved, where)
+        if moved.numel():  # of nothing there is no part, and torch_xla cannot pad one
+            self._started.place(moved, where)
         return moved
 
     # ---- model
