@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +87,24 @@ def quantized(x: Tensor, format: Format, scaling: Scaling, scale: Tensor | None 
             f'scaling "{scaling.name}" of {tuple(x.shape)} asked with a scale {tuple(scale.shape)} {scale.dtype}; '
             f"use {block_counts(x.shape, scaling.block)} torch.float32"
         )
-    scaled = x if scaling.unit else divided(x, scale, scaling.block)
-    return QuantizedTensor.of_codes(formats.encode(scaled, format), scale, format, scaling.block)
+    if torch.compiler.is_compiling() and max(scaling.block) > 1:
+        codes = _codes_of_blocks(x, scale, format.name, format.max, format.overflow, list(scaling.block))
+    else:
+        codes = formats.encode(x if scaling.unit else divided(x, scale, scaling.block), format)
+    return QuantizedTensor.of_codes(codes, scale, format, scaling.block)
+
+
+@torch.library.custom_op("accelbridge::codes_of_blocks", mutates_args=())
+def _codes_of_blocks(x: Tensor, scale: Tensor, name: str, largest: float, overflow: str, block: list[int]) -> Tensor:
+    """uint8 codes in blocks, opaque to compilers: inductor fails on loops over them (torch 2.13, an AssertionError in
+    ``codegen/cpp.py``, ``try_loop_split``)."""
+    format = replace(formats.FORMATS[name], max=largest, overflow=cast(Any, overflow))
+    return formats.encode(divided(x, scale, (block[0], block[1])), format)
+
+
+@_codes_of_blocks.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.uint8)
 
 
 def blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -109,11 +127,13 @@ def make_scale(x: Tensor, format: Format, scaling: Scaling) -> Tensor:
     if scaling.unit:
         return torch.ones(counts, dtype=torch.float32, device=x.device)
     largest = blocks(x.detach().abs(), scaling.block).amax((1, 3)).to(torch.float32)
-    if scaling.scale_format == "float8_e8m0fnu":
+    exponents_only = scaling.scale_format == "float8_e8m0fnu"
+    if exponents_only and not scaling.power_of_two:
         scale = shared_exponent(largest, format)
     else:
         scale = (largest / format.max).clamp_min(_SMALLEST_SCALE)
         scale = power_of_two_above(scale) if scaling.power_of_two else scale
+        scale = scale.masked_fill(scale.isinf(), math.nan) if exponents_only else scale
     return scale.masked_fill(largest == 0, 1.0)
 
 

@@ -22,7 +22,7 @@ class Fp8Config(Section):
     scaling: Literal["tensor", "delayed", "row", "block", "mx"] = "tensor"
     """How scales are made. tensor: one each, from its own largest magnitude. delayed: one each, from those of the steps
     before. row: one per row along K. block: activations and gradients 1x128, weights 128x128. mx: 1x32, powers of
-    two."""
+    two rounded up (Mishra et al., arXiv:2506.08027; the rule of the OCP specification saturates)."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: activations and weights in E4M3, gradients in E5M2. e4m3: all of them in E4M3."""
     variant: Literal["auto", "fn", "fnuz", "ieee"] = "auto"

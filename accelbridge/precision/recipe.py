@@ -26,7 +26,7 @@ _GRANULARITY: Mapping[str, tuple[str, str]] = {
     "delayed": ("tensor", "tensor"),
     "row": ("row", "row"),
     "block": ("block1x128", "block128x128"),
-    "mx": ("mx", "mx"),
+    "mx": ("mx_pow2", "mx_pow2"),
 }
 """Scaling of the operand that is an activation or a gradient, and of a weight."""
 

@@ -18,7 +18,8 @@ class Scaling:
 
     With a ``scale_format`` of exponents alone (e8m0), by the rule of OCP Microscaling Formats (MX) 1.0, section 6.3,
     instead: 2^(floor(log2(largest magnitude)) - exponent of the format's largest number). That is up to a binade less,
-    so the largest elements may saturate.
+    so the largest elements may saturate; ``power_of_two`` rounds up instead, as is better for training (Mishra et al.,
+    arXiv:2506.08027).
     """
 
     name: str
@@ -36,7 +37,8 @@ _BLOCKS = {"tensor": (WHOLE, WHOLE), "row": (1, WHOLE), "block1x128": (1, 128), 
 SCALINGS: Mapping[str, Scaling] = {
     "unit": Scaling("unit", (WHOLE, WHOLE), unit=True),
     **{name: Scaling(name, block) for name, block in _BLOCKS.items()},
-    "mx": Scaling("mx", (1, 32), power_of_two=True, scale_format="float8_e8m0fnu"),
+    "mx": Scaling("mx", (1, 32), scale_format="float8_e8m0fnu"),
+    "mx_pow2": Scaling("mx_pow2", (1, 32), power_of_two=True, scale_format="float8_e8m0fnu"),
     **{f"{name}_pow2": Scaling(f"{name}_pow2", block, power_of_two=True) for name, block in _BLOCKS.items()},
 }
 """By name, as ``Matmul.quantize`` takes them."""

@@ -252,7 +252,7 @@ class _Judge:
             return "; write null"
         if kinds & {"integer", "number"} and isinstance(scalar(found.replace("_", "")), int | float):
             return f"; write {found.replace('_', '')} without {'_' if '_' in found else 'quotes'}"
-        if keys[:1] == ("precision",):
+        if keys[0] == "precision" and len(keys) == 2:
             return _about_dtype(found)
         close = difflib.get_close_matches(found, choices, n=1, cutoff=0.6)
         return f'; did you mean "{close[0]}"?' if close else ""

@@ -432,6 +432,8 @@ class Trainer:
             if amax.converted and self.fp8 is not None:
                 self.fp8.rescale()
             self._amax_note = amax.note
+            if amax.note:
+                log.info("%s", amax.note)
             log.info("resumed from %s at step %d", resume.path, self.step)
         self.checkpointer = Checkpointer(
             root,
