@@ -44,6 +44,8 @@ NOISE_DB = 0.05
 """How far two right implementations differ: where a scale's last bit is another, a few elements round otherwise."""
 LAYER = {"tensor": (E4M3, E5M2), "row_pow2": (E4M3, E4M3), "row": (E4M3, E4M3)}
 """Formats of inputs and weights, and of gradients of outputs, by scaling."""
+RESULTS = ("output", "input gradient", "weight gradient", "tensor")
+"""What is compared: a linear layer's, and one matrix on its own."""
 TORCHAO = {"tensor": "tensorwise", "row_pow2": "rowwise"}
 """torchao's name of the recipe; its rowwise one rounds scales to powers of two."""
 
@@ -163,6 +165,7 @@ def theirs_layer(x: Tensor, w: Tensor, dy: Tensor, scaling: str) -> tuple[Tensor
     given = x.clone().requires_grad_()
     y = layer(given)
     y.backward(dy)
+    assert given.grad is not None
     return y.detach(), given.grad, layer.weight.grad
 
 
@@ -173,14 +176,14 @@ def numerics(seeds: Sequence[int], tokens: int, width: int) -> list[dict[str, An
         results: dict[str, tuple[list[float], list[float]]] = {}
         for seed in seeds:
             x, w, dy = inputs(seed, tokens, width)
-            want = dict(zip(("output", "input gradient", "weight gradient"), exact_layer(x, w, dy), strict=True))
-            mine = dict(zip(want, ours_layer(x, w, dy, scaling), strict=True))
-            want["tensor"], mine["tensor"] = x, BACKEND.quantize(x, E4M3, scaling).dequantize()
+            quantized = BACKEND.quantize(x, E4M3, scaling).dequantize()
+            want = dict(zip(RESULTS, (*exact_layer(x, w, dy), x), strict=True))
+            mine = dict(zip(RESULTS, (*ours_layer(x, w, dy, scaling), quantized), strict=True))
             other: dict[str, Tensor] = {}
             if there and scaling in TORCHAO:
                 data, scale = theirs_of(x, scaling)
                 results_there = theirs_layer(x, w, dy, scaling)
-                other = dict(zip(mine, (*results_there, data.float() / scale), strict=True))
+                other = dict(zip(RESULTS, (*results_there, data.float() / scale), strict=True))
             for name, exact in want.items():
                 found = results.setdefault(name, ([], []))
                 found[0].append(sqnr(mine[name], exact))

@@ -28,28 +28,28 @@ _WHOLE = (-1, -1)
 
 @mutant("C1q", "quantising truncates", {"CST-005": "EXACT", "CST-006": "EXACT"})
 def truncates(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
         # Half a step towards 0 beforehand, for numbers that are normal in the format.
         bits = x.float().contiguous().view(torch.int32)
         kept = (bits & -(1 << (23 - format.mantissa_bits))).view(torch.float32)
-        return inner(kept.where(x.isfinite(), x.float()), format, overflow)
+        return inner(kept.where(x.isfinite(), x.float()), format, overflow, random)
 
     patch(formats, "encode", encode)
 
 
 @mutant("C1r", "float32 is rounded to bfloat16 first", {"CST-005": "EXACT", "CST-006": "EXACT"})
 def rounds_twice(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
-        return inner(x.bfloat16(), format, overflow)
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
+        return inner(x.bfloat16(), format, overflow, random)
 
     patch(formats, "encode", encode)
 
 
 @mutant("C2", "saturating and not is swapped", {"CST-005": "EXACT", "CST-006": "EXACT", "CST-008": "EXACT"})
 def overflow_swapped(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
         other = "inf" if format.nan == "ieee" else "nan"
-        return inner(x, format, "saturate" if (overflow or format.overflow) == other else other)
+        return inner(x, format, "saturate" if (overflow or format.overflow) == other else other, random)
 
     patch(formats, "encode", encode)
 
@@ -58,8 +58,8 @@ def overflow_swapped(patch: Patch) -> None:
     "C2d", "the declared overflow is not what it does", {"CST-005": "EXACT", "CST-006": "EXACT", "CST-008": "ERROR"}
 )
 def overflow_misdeclared(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
-        return inner(x, format, "saturate")
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
+        return inner(x, format, "saturate", random)
 
     declare(patch, fp8__overflow="nonfinite")
     patch(formats, "encode", encode)
@@ -70,8 +70,8 @@ def variants_confused(patch: Patch) -> None:
     fn, fnuz = formats.FORMATS["float8_e4m3fn"], formats.FORMATS["float8_e4m3fnuz"]
     other = {fn.name: fnuz, fnuz.name: fn}
 
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
-        return inner(x, other.get(format.name, format), overflow)
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
+        return inner(x, other.get(format.name, format), overflow, random)
 
     def decode(inner: Any, codes: Tensor, format: Format) -> Tensor:
         return inner(codes, other.get(format.name, format))
@@ -82,8 +82,8 @@ def variants_confused(patch: Patch) -> None:
 
 @mutant("C4q", "subnormal numbers are flushed", {"CST-005": "EXACT", "CST-006": "EXACT"})
 def flushes_subnormals(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
-        return inner(torch.where(x.abs() < 2.0 ** (1 - format.bias), x * 0.0, x), format, overflow)
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
+        return inner(torch.where(x.abs() < 2.0 ** (1 - format.bias), x * 0.0, x), format, overflow, random)
 
     patch(formats, "encode", encode)
 
@@ -98,9 +98,9 @@ def e5m2_read_as_e4m3(patch: Patch) -> None:
 
 @mutant("F6w", "e5m2 is written as e4m3", {"CST-006": "EXACT", "F8-004": "SQNR", "F8-013": "SQNR"})
 def e5m2_written_as_e4m3(patch: Patch) -> None:
-    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None) -> Tensor:
+    def encode(inner: Any, x: Tensor, format: Format, overflow: Any = None, random: Any = None) -> Tensor:
         name = format.name.replace("e5m2fnuz", "e4m3fnuz").replace("e5m2", "e4m3fn")
-        return inner(x, formats.FORMATS[name], "saturate")
+        return inner(x, formats.FORMATS[name], "saturate", random)
 
     patch(formats, "encode", encode)
 
