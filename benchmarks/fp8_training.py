@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/fp8_training.py --out benchmarks/results --plot docs/fp8_training.svg
 
 Same initial values, data and order; products are emulated on the host, so nothing here is a speed. The last losses are
-means over the last ``--last`` steps, which come from the same batches in each run: their ratio says what fp8 has changed,
+means over the last ``--last`` steps, of the same batches in each run: their ratio says what fp8 has changed,
 without the noise of single batches. Needs the token store that ``make demo`` builds.
 """
 

@@ -16,9 +16,12 @@ from accelbridge.conformance.mutants import Patch, benign, mutant
 from accelbridge.conformance.mutants.matmul import declare
 from accelbridge.errors import AccelbridgeError
 from accelbridge.portable import fp8
+from accelbridge.portable.execution import EagerExecution
 from accelbridge.portable.fp8 import EmulatedFp8
 from accelbridge.precision import formats
+from accelbridge.precision.linear import Fp8Layer
 from accelbridge.precision.quantized import QuantizedTensor
+from accelbridge.precision.state import Fp8State
 
 _WHOLE = (-1, -1)
 
@@ -395,3 +398,48 @@ def reciprocal(patch: Patch) -> None:
         return QuantizedTensor.of_codes(formats.encode(scaled, format), q.scale, format, q.block)
 
     patch(EmulatedFp8, "quantize", quantize)
+
+
+# ---------------------------------------------------------------------------------------------- scales of earlier steps
+
+
+@mutant("F3w", "the window of amax histories never ends", {"F8-009": "BOUND"})
+def never_forgets(patch: Patch) -> None:
+    def update(inner: Any, self: Fp8State, largest: Any = None) -> None:
+        inner(self, largest)
+        self.history[..., -2] = self.history.amax(-1)  # the place that is last in the next step
+
+    patch(Fp8State, "update", update)
+
+
+@mutant("F3l", "amax is noted one call late", {"F8-009": "AMAX"})
+def late_amax(patch: Patch) -> None:
+    def note(inner: Any, self: Fp8Layer, x: Tensor, index: int) -> Tensor:
+        before = vars(self).setdefault("before", {})
+        scale = inner(self, before.get(index, x), index)
+        before[index] = x.detach().clone()
+        return scale
+
+    patch(Fp8Layer, "_known_scale", note)
+
+
+@mutant("F3g", "a scale that is given is ignored", {"F8-009": "EXACT"})
+def ignores_given_scale(patch: Patch) -> None:
+    def quantize(inner: Any, self: Any, x: Tensor, format: Format, scaling: str, scale: Any = None) -> QuantizedTensor:
+        return inner(self, x, format, scaling)
+
+    patch(EmulatedFp8, "quantize", quantize)
+
+
+@mutant("F3r", "amaxes are not reduced over the ranks", {"TRN-018": "RANKS"})
+def unreduced_amax(patch: Patch) -> None:
+    patch(EagerExecution, "largest", lambda inner, self, x: x)
+
+
+@mutant("F9g", "the gradients of fp8 layers have the wrong sign", {"TRN-018": "LIMIT"})
+def gradient_sign(patch: Patch) -> None:
+    def scaled_mm(inner: Any, self: Any, a: QuantizedTensor, b: QuantizedTensor, *args: Any) -> Tensor:
+        product = inner(self, a, b, *args)
+        return -product if a.format.name != b.format.name else product
+
+    patch(EmulatedFp8, "scaled_mm", scaled_mm)

@@ -460,6 +460,14 @@ def _task(seed: int) -> tuple[transformer.Parameters, Tensor, Tensor]:
     return values, tokens, targets
 
 
+def learnable(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small transformer, and tokens and targets [50 steps, batch, length] that it can learn."""
+    values, tokens, targets = _task(seed)
+    model = transformer.Transformer()
+    model.load_state_dict(values)
+    return model, tokens, targets
+
+
 @lru_cache(maxsize=1)
 def _envelope(seed: int) -> transformer.Envelope:
     """What float32 may make of it. Kept, since the test runs again when it is falsified."""
