@@ -176,8 +176,8 @@ TYPES = [
     ("parallel.dp_shard", "atuo", ['"atuo" (text)', "an integer of at least 1 or auto", 'did you mean "auto"?']),
     ("parallel.dp_shard", "0", ["0 (integer)", "an integer of at least 1 or auto"]),
     ("parallel.timeout", "1e300", ["1e+300 (number)", "at most 2592000"]),
-    ("precision.compute", "fp8", ['"fp8" (text)', "float32, bfloat16 or float16", "fp8 is not supported yet"]),
-    ("precision.compute", "float8_e4m3fn", ["float8_e4m3fn is not supported yet"]),
+    ("precision.params", "fp8", ['"fp8" (text)', "float32 or bfloat16", "set precision.compute: fp8"]),
+    ("precision.compute", "float8_e4m3fn", ["float32, bfloat16, float16 or fp8", "formats under precision.fp8"]),
     ("precision.compute", "int8", ['"int8" (text)', "int8 holds no fractions", "use bfloat16"]),
     ("precision.params", "fp16", ['"float16" (text)', "float32 or bfloat16", "precision.compute only"]),
     ("precision.reduce", "16", ["16 (integer)", "float32 or bfloat16"]),
@@ -236,7 +236,7 @@ def test_what_is_accepted(tmp_path: Path) -> None:
     )
     assert (config.optimizer.lr, config.optimizer.clip_norm, config.train.steps, config.train.seed) == (1, 2, 16, 15)
     assert isinstance(config.optimizer.lr, float)
-    dtypes = config.precision.model_dump(exclude={"loss_scale"})
+    dtypes = config.precision.model_dump(exclude={"loss_scale", "fp8"})
     assert dtypes == {"compute": "bfloat16", "reduce": "float32", "params": "bfloat16"}
     assert load(tmp_path, "precision: {compute: fp16}\n").precision.compute == "float16"
 
