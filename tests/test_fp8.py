@@ -173,7 +173,42 @@ def test_what_grows_beyond_its_scale_saturates_and_is_counted() -> None:
     assert y.unique().tolist() == [4.0]  # each 8 was cut to 1
     lost = state.read_counters()[""]
     assert (lost["input"].saturated, lost["weight"].saturated, lost["gradient"].saturated) == (1, 0, 0)
-    assert state.read_counters()[""]["input"].saturated == 0  # read once
+    assert state.read_counters() == {"": {}}  # read once
+
+
+def test_evaluation_changes_nothing_of_training() -> None:
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    state = fp8(model, scaling="delayed")
+    ones = torch.ones(4, 4).bfloat16()
+    gradients(model, ones, ones)
+    state.count(True)
+    with torch.no_grad():
+        model(64 * ones)
+    assert state.amax[0, 0] == 1
+    assert state.read_counters() == {"": {}}
+
+
+def test_a_checkpoint_without_histories_starts_them_anew() -> None:
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    state = fp8(model, scaling="delayed")
+    ones = torch.ones(4, 4).bfloat16()
+    gradients(model, ones, ones)
+    state.update()
+    state.restored(histories=True)
+    assert state.history.any()
+    assert state.scale.all()
+    state.restored(histories=False)
+    assert not state.history.any()
+    assert not state.scale.any()
+
+
+def test_what_was_not_counted_is_not_said() -> None:
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    model.weight.requires_grad_(False)
+    state = fp8(model)
+    state.count(True)
+    model(torch.ones(2, 4).bfloat16())
+    assert set(state.read_counters()[""]) == {"input", "weight"}
 
 
 def test_a_layer_that_rests_keeps_its_scale() -> None:
@@ -232,6 +267,27 @@ def test_compiled_layers_are_one_graph(scaling: str) -> None:
     assert torch.equal(plain.history, compiled.history)
 
 
+def test_layers_compiled_apart_share_one_state() -> None:
+    """As the trainer compiles shard units, and in one graph for all of them, with counters and without."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=False)).to(torch.bfloat16) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    plain = copy.deepcopy(model)
+    ours, theirs = fp8(model, scaling="delayed"), fp8(plain, scaling="delayed")
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    x, g = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    for number in range(3):
+        for state in (ours, theirs):
+            state.count(number == 1)
+        for mine, other in zip(gradients(model, x, g), gradients(plain, x, g), strict=True):
+            assert torch.equal(mine, other)
+        assert ours.read_counters() == theirs.read_counters()
+        ours.update()
+        theirs.update()
+        assert torch.equal(ours.history, theirs.history)
+
+
 # ------------------------------------------------------------------------------------------------------ which layers
 
 
@@ -254,11 +310,13 @@ def test_filters() -> None:
         ({"exclude": ["laers.*"]}, 'precision.fp8.exclude "laers.*" asked; no linear layer has such a name'),
         ({"exclude": ["*"]}, "the filters leave none"),
         ({"skip_first": 2, "skip_last": 2, "exclude": ["head", "vision.*"]}, "the filters leave none"),
+        ({"skip_last": 1}, "no linear layer is in a numbered block; they are called up, down"),
     ],
 )
 def test_filters_that_say_nothing_or_leave_nothing(config: dict[str, Any], says: str) -> None:
+    model = MODEL if "exclude" in config else {"up": (8, 8), "down": (8, 8)}
     with pytest.raises(ConfigError, match="fp8") as error:
-        choose(MODEL, Fp8Config(**config))
+        choose(model, Fp8Config(**config))
     assert says in str(error.value)
 
 
@@ -269,6 +327,12 @@ def test_only_what_is_the_op_linear_is_converted() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Odd(4, 4), nn.Embedding(4, 4))
     assert linears(model) == {"0": (4, 4)}
+
+
+def test_a_head_that_is_tied_is_no_linear_layer_of_its_own() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    assert linears(model) == {"1": (4, 4)}
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
@@ -339,6 +403,16 @@ def test_sizes_that_would_be_padded_are_refused_where_padding_is_off() -> None:
         check_sizes(recipe, {"a": (32, 16), "b": (24, 16)}, 48)
     with pytest.raises(ConfigError, match="a microbatch has a size of 40"):
         check_sizes(recipe, {"a": (32, 16)}, 40)
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 0, 8), (2, 3, 8)])
+def test_shapes_are_those_of_a_linear_layer(shape: tuple[int, ...]) -> None:
+    model = nn.Linear(8, 4).to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    fp8(model, scaling="delayed")
+    x = torch.ones(shape).bfloat16()
+    assert model(x).shape == plain(x).shape
+    model(x).sum().backward()
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelbridge import Trainer
 from accelbridge.checkpoint.manifest import complete
 from accelbridge.errors import ConfigError, Unsupported
+from accelbridge.guards.fp8 import _who
+from accelbridge.guards.spikes import Spike
+from accelbridge.parallel.layout import Layout
 from accelbridge.precision.gathered import GatheredWeight
+from accelbridge.train.config import TrainConfig
+from accelbridge.train.fp8_plan import _check_gather
+from accelbridge.train.prepare import choose_target
 from tests import cli
 from tests.ranks import Rank, outcomes, run_ranks
 from tests.scenes import Sections, same_bits, tensors, train_all
@@ -66,13 +74,22 @@ FOUR = {
     "gathered, shard 2 x tp 2": also(fp8(scaling="delayed", gather=True), parallel={"dp_shard": 2, "tp": 2}),
 }
 
+# 33 rows of ffn a tp rank: data parallel splits the other dimension.
+OTHER = {
+    name: also(config, model={"ffn_dim": 66}, parallel={"dp_shard": 2, "tp": 2})
+    for name, config in {
+        "other": fp8(scaling="delayed"),
+        "other, gathered": fp8(scaling="delayed", gather=True),
+    }.items()
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs above, each in a folder by its name."""
     folder = tmp_path_factory.mktemp("fp8")
     store = cli.build_store(folder / "data")
-    for size, some in ((1, ONE), (2, TWO), (4, FOUR)):
+    for size, some in ((1, ONE), (2, TWO), (4, {**FOUR, **OTHER})):
         run_ranks(train_all, size, folder, store, some, timeout=300)
     return folder
 
@@ -142,6 +159,12 @@ def test_layouts_agree(runs: Path, name: str, deviation: float) -> None:
     got, want = losses(runs / name), losses(runs / "delayed")
     assert deviation < 1e-3 * want[0], "a bound that says something"
     assert abs(got[0] - want[0]) < 4 * 2**0.5 * deviation
+    assert max(abs(a / b - 1) for a, b in zip(got, want, strict=True)) < 2e-3
+
+
+def test_weights_that_are_split_along_their_other_dimension_are_gathered(runs: Path) -> None:
+    got, want = (losses(runs / name) for name in reversed(OTHER))
+    assert got != want
     assert max(abs(a / b - 1) for a, b in zip(got, want, strict=True)) < 2e-3
 
 
@@ -271,6 +294,85 @@ def test_a_stale_amax_on_one_rank_stops_every_rank(tmp_path: Path) -> None:
         assert "every rank has stopped at step 4" in outcome.message
     (halted,) = events(tmp_path / "run", "halted")
     assert (halted["cause"], halted["step"]) == ("fp8", 4)
+    assert not complete(tmp_path / "run" / "checkpoints"), "whose scales an emergency checkpoint holds would be chance"
+
+
+def test_half_of_the_ranks_are_not_called_odd() -> None:
+    assert _who([2], 4) == "the odd one is rank 2"
+    assert _who([2, 3], 4) == "no more than half of them agree, so they do not say which are wrong"
+
+
+# ------------------------------------------------------------------------------------------------------ histories anew
+
+
+class BackOnce(Trainer):
+    """Goes back once, at step 5."""
+
+    history: float = -1.0
+
+    def _read_metrics(self) -> Any:
+        line, spike = super()._read_metrics()
+        assert self.fp8 is not None
+        if self.history >= 0 or self.step != 5:
+            return line, spike
+        return line, Spike(10, 9.0, 5.0, 8.0)
+
+    def restore(self, path: Path, manifest: Any) -> str:
+        said = super().restore(path, manifest)
+        assert self.fp8 is not None
+        if self.step == 5:
+            self.history = float(self.fp8.history.abs().max() + self.fp8.scale.max())
+        return said
+
+
+def test_a_rollback_may_reach_a_checkpoint_without_histories(tmp_path: Path) -> None:
+    """It was written by current scaling; the histories of the steps that are taken back don't outlive them."""
+    store = cli.build_store(tmp_path / "data")
+    recipe = cli.recipe(tmp_path / "run", store)
+    common = also(fp8(), metrics={"interval": 1}, checkpoint={"interval": 2, "keep": 9}, train={"steps": 2})
+    common["optimizer"] = {"warmup_steps": 1}
+    for section, values in also(common, precision={"compute": "fp8", "fp8": {"scaling": "tensor"}}).items():
+        recipe.setdefault(section, {}).update(values)
+    Trainer(recipe).fit()
+    recipe["precision"]["fp8"] = {"scaling": "delayed"}
+    recipe["train"]["steps"] = 6
+    recipe["guards"] = {"spike": {"window": 8, "action": "warn"}}
+    trainer = BackOnce(recipe, resume="auto")
+    assert trainer.fit().step == 6
+    assert trainer.history == 0
+    assert [line["step"] for line in events(tmp_path / "run", "rollback")] == [2]
+
+
+def bfloat16_first(ctx: Rank, folder: Path, store: Path) -> None:
+    ctx.launched()
+    for name, precision in {
+        "bfloat16": {"compute": "bfloat16"},
+        "gathered": {"compute": "fp8", "fp8": {"scaling": "delayed", "gather": True}},
+    }.items():
+        os.environ["TORCHELASTIC_RUN_ID"] = name
+        recipe = cli.recipe(folder / name, store)
+        for section, values in {**fp8(), "precision": precision}.items():
+            recipe.setdefault(section, {}).update(values)
+        if name == "bfloat16":
+            with Trainer(recipe) as trainer:
+                trainer.setup()
+                with torch.no_grad():
+                    trainer.model.get_parameter("layers.0.ffn.down.weight").mul_(16)
+                trainer.save()
+            continue
+        with Trainer(recipe, resume=str(folder / "bfloat16" / "checkpoints" / "step_0")) as trainer:
+            trainer.setup()
+            assert trainer.fp8 is not None
+            weight = trainer.model.get_parameter("layers.0.ffn.down.weight")
+            assert isinstance(weight, DTensor)
+            largest = float(weight.full_tensor().abs().max())
+            scale = trainer.fp8.scale[trainer.fp8.names.index("layers.0.ffn.down"), 1]
+            assert float(scale) == pytest.approx(largest / 448, rel=1e-6)
+
+
+def test_gathered_weights_of_a_checkpoint_have_scales_of_their_own(tmp_path: Path) -> None:
+    """Not those of the weights that the run began with, which the checkpoint replaced."""
+    run_ranks(bfloat16_first, 2, tmp_path, cli.build_store(tmp_path / "data"), timeout=120)
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
@@ -282,6 +384,7 @@ def test_a_stale_amax_on_one_rank_stops_every_rank(tmp_path: Path) -> None:
         ({"backend": {"on_unsupported": "error"}}, "has no fp8 matmul, only an emulation"),
         ({"precision": {"compute": "bfloat16"}}, "fp8 asked; compute is bfloat16"),
         ({"precision": {"fp8": {"scaling": "rowwise"}}}, "it takes tensor, delayed, row, block or mx"),
+        ({"precision": {"fp8": {"margin": 2}}}, "margin asked; scaling is tensor, which remembers no magnitudes"),
         ({"precision": {"fp8": {"gather": True}}}, "precision.fp8.gather asked; parallel.dp_shard is 1"),
         ({"precision": {"fp8": {"variant": "ieee"}}}, "precision.fp8.variant ieee asked"),
         ({"precision": {"fp8": {"exclude": ["layer.*"]}}}, 'precision.fp8.exclude "layer.*" asked'),
@@ -297,6 +400,12 @@ def test_bad_input_is_refused_at_once(tmp_path: Path, sections: Sections, says: 
         Trainer(recipe)
     assert says in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_gathered_codes_and_compilation_are_refused_together() -> None:
+    config = TrainConfig.of(cli.recipe(Path("unused"), Path("none"), **also(fp8(gather=True), train={"compile": True})))
+    with pytest.raises(Unsupported, match=r"train\.compile is true, and torch\.compile traces no weights"):
+        _check_gather(config, choose_target(config, "cpu"), Layout(dp_shard=2))
 
 
 def test_a_model_of_ones_own(tmp_path: Path) -> None:

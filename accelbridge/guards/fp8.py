@@ -93,6 +93,8 @@ _DO = {
 def _who(ranks: list[int], size: int) -> str:
     if size == 2:
         return "two ranks alone do not say which of them is wrong"
+    if 2 * len(ranks) >= size:
+        return "no more than half of them agree, so they do not say which are wrong"
     return f"the odd one{'s are' if len(ranks) > 1 else ' is'} rank {', '.join(map(str, ranks))}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelbridge.checkpoint import manifest as manifests
-from accelbridge.checkpoint.load import load, verify
+from accelbridge.checkpoint.load import verify
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.together import gathered
 from accelbridge.guards.guards import give_up
@@ -38,9 +38,7 @@ def roll_back(trainer: Trainer, spike: Spike) -> None:
         give_up(trainer, spike, "no checkpoint from before guards.spike.window is there to roll back to")
     path, manifest = found
     verify(path, manifest, group)
-    state = trainer._state()
-    load(path, state, group)
-    trainer._restore(state)
+    trainer.restore(path, manifest)
     if trainer.prepared.world.rank == 0:
         abandon(root, manifest.step)
     gathered(group, None)  # nobody saves again before that is done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from accelbridge.config import Section
 
@@ -53,3 +53,13 @@ class Fp8Config(Section):
     """Share of a tensor's elements that are cut to the largest number, from which on a layer is named."""
     warn_underflowed: Share = 0.5
     """The same for elements that are not 0 and become it."""
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> Fp8Config:
+        unused = [name for name in ("history", "amax", "margin") if name in self.model_fields_set]
+        if unused and self.scaling != "delayed":
+            raise ValueError(
+                f"{unused[0]} asked; scaling is {self.scaling}, which remembers no magnitudes; remove {unused[0]}, or "
+                "set scaling: delayed"
+            )
+        return self

@@ -7,10 +7,15 @@ state.start(device)
 for batch in data:
     ...                                            # forward, backward, optimizer.step()
     state.update()
+
+On several ranks ``start`` and ``update`` need ``largest``, which reduces a tensor to the elementwise largest of all of
+them: delayed scales and those of gathered weights are right only where all ranks hold the same. ``state.state()`` is
+for checkpoints; after reading one, call ``state.restored(largest, histories=True)``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -34,12 +39,14 @@ class Fp8Linear(nn.Linear):
 
 
 def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """(out, in) by name of the modules that are the semantic op ``linear`` with a weight of their own, and no more."""
+    """(out, in) by name of the modules that are the semantic op ``linear`` with a weight of their own, and no more.
+    A head that is tied to an embedding is none: a weight that is gathered as codes could not be looked up in."""
     kinds = (nn.Linear.forward, Linear.forward)
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).forward in kinds
+        if isinstance(module, nn.Linear) and type(module).forward in kinds and owners[id(module.weight)] == 1
     }
 
 

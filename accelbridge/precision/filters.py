@@ -42,6 +42,11 @@ def choose(linears: Shapes, config: Fp8Config) -> Filtered:
     blocks = {name: int(found.group(1)) for name in linears if (found := _BLOCK.search(name))}
     last = max(blocks.values(), default=-1)
     _check_patterns(linears, config)
+    if not blocks and (config.skip_first or config.skip_last):
+        raise ConfigError(
+            "precision.fp8.skip_first or skip_last asked; no linear layer is in a numbered block; they are called "
+            f"{_listed(list(linears))}; name them in precision.fp8.exclude"
+        )
     chosen: list[str] = []
     left: dict[str, str] = {}
     for name in linears:

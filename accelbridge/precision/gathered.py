@@ -71,7 +71,7 @@ def gather_as_fp8(record: Any, matmul: Matmul, format: Format, scaling: str, sca
 
     def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
         shard = local.detach()
-        rows = -(-size[0] // mesh.size()) - shard.shape[0]
+        rows = record.padded_sharded_param_size[0] - shard.shape[0]  # 0 where it is split along another dimension
         codes = matmul.quantize(shard, format, scaling, scale).codes(format.name)
         return (nn.functional.pad(codes, (0, 0, 0, rows)),), tuple(size)
 

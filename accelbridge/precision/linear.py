@@ -44,10 +44,10 @@ class Fp8Layer:
         self.counts: Tensor | None = None
         """float32 [3, 4]: shares of saturated, underflowed and nonfinite elements, added up, and how many were."""
 
-    def quantize(self, x: Tensor, role: Role, scaling: str) -> QuantizedTensor:
-        """``x``, a matrix, as the recipe says for this role."""
+    def quantize(self, x: Tensor, role: Role, scaling: str, *, noted: bool = True) -> QuantizedTensor:
+        """``x``, a matrix, as the recipe says for this role. ``noted``: its magnitude counts for later scales."""
         index = ROLES.index(role)
-        scale = None if self.scale is None else self._known_scale(x, index)
+        scale = None if self.scale is None else self._known_scale(x, index, noted)
         return self.matmul.quantize(x, self.formats[index], scaling, scale)
 
     def count(self, x: Tensor, quantized: QuantizedTensor, role: Role) -> None:
@@ -57,16 +57,17 @@ class Fp8Layer:
         found = shares(x, quantized)
         self.counts[ROLES.index(role)] += torch.stack([*found, torch.ones_like(found[0])])
 
-    def _known_scale(self, x: Tensor, index: int) -> Tensor:
-        """That of earlier steps; before there is one, that of ``x`` itself. Notes the magnitude of ``x`` for later."""
+    def _known_scale(self, x: Tensor, index: int, noted: bool) -> Tensor:
+        """That of earlier steps; before there is one, that of ``x`` itself."""
         assert self.amax is not None
         assert self.scale is not None
         largest = x.detach().abs().amax().to(torch.float32) if x.numel() else self.amax.new_zeros(())
-        self.amax[index].copy_(torch.maximum(self.amax[index], largest))
+        if noted:
+            self.amax[index].copy_(torch.maximum(self.amax[index], largest))
         own = scale_of(largest, self.formats[index].max, self.recipe).reshape(1, 1)
         return torch.where(self.scale[index] > 0, self.scale[index], own)
 
-    def weight(self, weight: Tensor, *, transposed: bool = False) -> QuantizedTensor:
+    def weight(self, weight: Tensor, *, transposed: bool = False, noted: bool = True) -> QuantizedTensor:
         """``weight`` [out, in] in blocks along in; ``transposed``: [in, out] in blocks along out."""
         if isinstance(weight, GatheredWeight):
             found = self.padded_codes(weight.quantized)
@@ -74,8 +75,8 @@ class Fp8Layer:
         kind = self.recipe.weight
         square = len(set(scaling_of(kind).block)) == 1
         if transposed and not square:
-            return self.quantize(self.padded(weight.t()), "weight", kind)
-        found = self.quantize(self.padded(weight), "weight", kind)
+            return self.quantize(self.padded(weight.t()), "weight", kind, noted=noted)
+        found = self.quantize(self.padded(weight), "weight", kind, noted=noted)
         return found.t() if transposed else found
 
     def padded(self, x: Tensor) -> Tensor:
@@ -100,15 +101,17 @@ def scale_of(amax: Tensor, largest: float, recipe: Fp8Recipe) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, in], weight [out, in] -> [T, out]."""
+    """x [T, in], weight [out, in] -> [T, out]. ``training``: magnitudes are noted for later scales, and losses counted;
+    an evaluation between two steps must not change the second."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Layer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Layer, training: bool) -> Tensor:
         given = layer.padded(x)
-        a = layer.quantize(given, "input", layer.recipe.moving)
-        w = layer.weight(weight)
-        layer.count(given, a, "input")
-        if not isinstance(weight, GatheredWeight):
+        a = layer.quantize(given, "input", layer.recipe.moving, noted=training)
+        w = layer.weight(weight, noted=training)
+        if training:
+            layer.count(given, a, "input")
+        if training and not isinstance(weight, GatheredWeight):
             layer.count(layer.padded(weight), w, "weight")
         ctx.layer, ctx.shape = layer, x.shape
         if layer.recipe.symmetric:
@@ -118,7 +121,7 @@ class _Fp8Linear(torch.autograd.Function):
         return layer.matmul.scaled_mm(a, w.t(), x.dtype)[: x.shape[0], : weight.shape[0]]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
         (grad,) = cast(tuple[Tensor], grads)
         layer: Fp8Layer = ctx.layer
         weight, *kept = ctx.saved_tensors
@@ -131,7 +134,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = layer.matmul.scaled_mm(g, layer.weight(weight, transposed=True).t(), grad.dtype)[:rows, :columns]
         if ctx.needs_input_grad[1]:
             dw = _weight_gradient(layer, given, g, kept, grad.dtype)[: weight.shape[0], :columns]
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def _weight_gradient(
@@ -160,5 +163,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Layer) 
             f"fp8_linear takes x [*, in] and weight [out, in] with the same in; found x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
-    y = cast(Tensor, _Fp8Linear.apply(x.flatten(0, -2), weight, layer)).unflatten(0, x.shape[:-1])
+    # Asked here: inside of an autograd.Function gradients are always off.
+    y = cast(Tensor, _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, layer, torch.is_grad_enabled()))
+    y = y.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias

@@ -43,6 +43,12 @@ class Lost(NamedTuple):
     nonfinite: float
 
 
+def _apart(whole: Tensor, index: int) -> Tensor:
+    """A row of ``whole`` that has a version counter of its own: a compiled graph saves what its backward pass adds to,
+    and would take what another layer has written to its own row in between for a change of this one."""
+    return whole.data[index]
+
+
 class Fp8State:
     """The state of all fp8 layers of one model."""
 
@@ -68,7 +74,7 @@ class Fp8State:
         self._limits = torch.tensor([f.max for f in self._layers[0].formats], device=device) if count else self.amax
         for index, layer in enumerate(self._layers):
             if self.recipe.delayed:
-                layer.amax, layer.scale = self.amax[index], self.scale[index]
+                layer.amax, layer.scale = _apart(self.amax, index), self.scale[index]
         if config.gather:
             self._gather(sharded_parameters(self._model))
             self.prime(largest)
@@ -89,7 +95,7 @@ class Fp8State:
         if on != self._counting:
             self._counting = on
             for index, layer in enumerate(self._layers):
-                layer.counts = self._counts[index] if on else None
+                layer.counts = _apart(self._counts, index) if on else None
 
     def update(self, largest: Largest | None = None) -> None:
         """After the optimizer's update: one reduction, then the next step's scales. All ranks call it.
@@ -163,15 +169,16 @@ class Fp8State:
         return scale, recent
 
     def read_counters(self, largest: Largest | None = None) -> dict[str, dict[str, Lost]]:
-        """What was lost in the steps that were counted since the last call, by layer and role; empty if none was. All
-        ranks call it."""
+        """What was lost in the steps that were counted since the last call, by layer and role; without those of which
+        nothing was counted, such as weights that travel as codes. All ranks call it."""
         if not self._counting:
             return {}
-        shares = self._counts[..., :3] / self._counts[..., 3:].clamp_min(1.0)
-        table = (largest(shares) if largest is not None else shares).tolist()
+        times = self._counts[..., 3:]
+        found = torch.cat([self._counts[..., :3] / times.clamp_min(1.0), times], -1)
+        table = (largest(found) if largest is not None else found).tolist()
         self._counts.zero_()
         return {
-            name: {role: Lost(*row) for role, row in zip(ROLES, rows, strict=True)}
+            name: {role: Lost(*row[:3]) for role, row in zip(ROLES, rows, strict=True) if row[3]}
             for name, rows in zip(self.names, table, strict=True)
         }
 
@@ -188,6 +195,14 @@ class Fp8State:
             tensors[f"{PREFIX}{name}.scale"] = self.scale[index]
         return tensors
 
-    def rescale(self) -> None:
-        """Make all scales anew from the histories, which another format's scales came with."""
-        self._rescale(self._picked())
+    def restored(self, largest: Largest | None = None, *, histories: bool, converted: bool = False) -> None:
+        """After a checkpoint has been read into the weights and, with ``histories``, into :meth:`state`; without, all
+        starts anew. ``converted``: the histories came with another format's scales. All ranks call it."""
+        if not histories:
+            self.history.zero_()
+        if converted or not histories:
+            self.scale.zero_()
+            self._rescale(self._picked())
+        self.amax.zero_()
+        self._counts.zero_()
+        self.prime(largest)

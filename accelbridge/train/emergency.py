@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge.backend import World
-from accelbridge.errors import CheckpointError
+from accelbridge.errors import CheckpointError, DesynchronisedError
 from accelbridge.portable.sharded_adamw import local
 from accelbridge.train.logs import log
 
@@ -62,6 +62,8 @@ def _objection(trainer: Trainer, error: Exception) -> str:
     """Why the state of this rank must not become a checkpoint; empty: it may."""
     if isinstance(error, CheckpointError):
         return "a checkpoint is what failed"
+    if isinstance(error, DesynchronisedError):
+        return "ranks hold different numbers, and which of them would be saved is chance"
     if trainer.updating:
         return f"the update of step {trainer.step + 1} had begun"
     # Also takes gathered parameters back to shards: those of a forward pass have no memory once it has failed.

@@ -66,10 +66,8 @@ def plan_fp8(config: TrainConfig, target: Target, layout: Layout, tokens: int, p
         raise ConfigError(
             'precision "fp8" asked; the model has no module that is a torch.nn.Linear; set precision.compute: bfloat16'
         )
-    if recipe.config.gather and (layout.dp_shard == 1 or not layout.data_parallel > 1):
-        raise ConfigError(
-            "precision.fp8.gather asked; parallel.dp_shard is 1, so no weight is gathered; set gather: false"
-        )
+    if recipe.config.gather:
+        _check_gather(config, target, layout)
     filtered = choose(linears, recipe.config)
     check_sizes(recipe, _local(linears, filtered, layout), tokens)
     notes = [filtered.note]
@@ -80,6 +78,24 @@ def plan_fp8(config: TrainConfig, target: Target, layout: Layout, tokens: int, p
     if recipe.config.gather:
         notes.append(f"fp8: weights are gathered as {recipe.forward}, one byte an element")
     return Fp8Run(recipe, filtered, tuple(_rows(recipe, backend)), tuple(notes))
+
+
+def _check_gather(config: TrainConfig, target: Target, layout: Layout) -> None:
+    """Raise where weights could not travel as codes, or do not travel at all."""
+    if target.backend.execution.model != "eager":
+        raise Unsupported(
+            f'precision.fp8.gather asked; backend "{target.backend.name}" shards by annotation, where the compiler '
+            "gathers; set gather: false"
+        )
+    if layout.dp_shard == 1:
+        raise ConfigError(
+            "precision.fp8.gather asked; parallel.dp_shard is 1, so no weight is gathered; set gather: false"
+        )
+    if config.train.compile:
+        raise Unsupported(
+            "precision.fp8.gather asked; train.compile is true, and torch.compile traces no weights that are codes; "
+            "set gather: false, or train.compile: false"
+        )
 
 
 def _local(linears: Shapes, filtered: Filtered, layout: Layout) -> dict[str, tuple[int, int]]:

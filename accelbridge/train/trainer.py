@@ -423,17 +423,9 @@ class Trainer:
         self._passed_over = clear_the_way(root, resume, group)
         self._warnings = tell(self._passed_over, resume)
         if resume is not None:
-            state = self._state()
-            amax = carried(prepared.fp8, resume.manifest)
-            left_out = absent_entries(resume.manifest, world.size, self.plan.backend, amax.histories)
-            state = {name: t for name, t in state.items() if not name.startswith(left_out)}
-            load(resume.path, state, group)
-            self._restore(state)
-            if amax.converted and self.fp8 is not None:
-                self.fp8.rescale()
-            self._amax_note = amax.note
-            if amax.note:
-                log.info("%s", amax.note)
+            self._amax_note = self.restore(resume.path, resume.manifest)
+            if self._amax_note:
+                log.info("%s", self._amax_note)
             log.info("resumed from %s at step %d", resume.path, self.step)
         self.checkpointer = Checkpointer(
             root,
@@ -579,14 +571,22 @@ class Trainer:
             state[f"rng.{rank}.{name}"] = value
         return state
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self, path: Path, manifest: Manifest) -> str:
+        """Put a checkpoint, which may be of another layout or precision, into everything that trains; all ranks call
+        it. Returns what is to be said of its amax histories."""
+        world = self.prepared.world
+        amax = carried(self.prepared.fp8, manifest)
+        left_out = absent_entries(manifest, world.size, self.plan.backend, amax.histories)
+        state = {name: t for name, t in self._state().items() if not name.startswith(left_out)}
+        load(path, state, self.execution.control_group)
         self.execution.load_state(self.model, self.optimizer, state)
-        prefix = f"rng.{self.prepared.world.rank}."
+        prefix = f"rng.{world.rank}."
         rng = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         if rng:
             self.prepared.target.backend.device.set_rng_state(rng)
         if self.fp8 is not None:
-            self.fp8.prime(self.execution.largest)
+            self.fp8.restored(self.execution.largest, histories=amax.histories, converted=amax.converted)
+        return amax.note
 
 
 def _skipped_before(resume: Resume | None) -> int:

@@ -111,7 +111,7 @@ def _forced(trainer: Trainer, reference: Path, step: int) -> tuple[float, Tensor
     if step:
         state = {name: t for name, t in trainer._state().items() if not name.startswith("rng.")}
         load(checkpoint(reference, step), state, trainer.execution.control_group)
-        trainer._restore(state)
+        trainer.execution.load_state(trainer.model, trainer.optimizer, state)
     trainer.step = step
     return gradients_of(trainer, trainer.loader.step(step))
 
