@@ -414,9 +414,9 @@ def never_forgets(patch: Patch) -> None:
 
 @mutant("F3l", "amax is noted one call late", {"F8-009": "AMAX"})
 def late_amax(patch: Patch) -> None:
-    def note(inner: Any, self: Fp8Layer, x: Tensor, index: int) -> Tensor:
+    def note(inner: Any, self: Fp8Layer, x: Tensor, index: int, noted: bool) -> Tensor:
         before = vars(self).setdefault("before", {})
-        scale = inner(self, before.get(index, x), index)
+        scale = inner(self, before.get(index, x), index, noted)
         before[index] = x.detach().clone()
         return scale
 
