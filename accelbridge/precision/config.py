@@ -36,7 +36,8 @@ class Fp8Config(Section):
     margin: Annotated[int, Field(ge=0, le=8)] = 0
     """delayed: leave so many powers of two free above it."""
     exclude: list[Pattern] = Field(default_factory=lambda: ["head", "lm_head", "*.head", "*.lm_head"])
-    """Linear layers that stay in bfloat16, by shell pattern of their full name; ``*`` also matches dots."""
+    """Linear layers that stay in bfloat16, by shell pattern of their full name; ``*`` also matches dots. A list of your
+    own takes the place of this one."""
     skip_first: Annotated[int, Field(ge=0)] = 0
     """So many of the first blocks stay in bfloat16."""
     skip_last: Annotated[int, Field(ge=0)] = 0
