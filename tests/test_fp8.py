@@ -248,7 +248,7 @@ def test_the_state_can_be_kept_and_put_back() -> None:
     assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", [s if s == "mx" else pytest.param(s, marks=pytest.mark.full) for s in SCALINGS])
 def test_compiled_layers_are_one_graph(scaling: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 48, bias=False).to(torch.bfloat16)
