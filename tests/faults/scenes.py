@@ -215,6 +215,22 @@ SCENES: tuple[Scene, ...] = (
     Scene("missing shard of a checkpoint", ERROR, outer="missing shard", says="missing", code=2, within=STARTING),
     Scene("clock goes back an hour on one rank", UNHARMED, [("model", 1, 6, "clock back")]),
     # ---- numbers
+    # Token ids hold no NaN: it is what a broken sample becomes in the loss.
+    Scene(
+        "NaN from a sample of one rank",
+        ERROR,
+        [("loss", 1, 6, "NaN")],
+        says="(?s)step 6: .*guards.nonfinite is stop, so every rank has stopped",
+        logs={},
+        code=3,
+    ),
+    Scene(
+        "NaN from a sample of one rank, with guards.nonfinite skip",
+        UNHARMED,
+        [("loss", 1, 6, "NaN")],
+        says="step 6: update skipped",
+        sections={"guards": {"nonfinite": "skip"}},
+    ),
     Scene(
         "overflow in float16", UNHARMED, [("loss", None, 6, "overflow")], sections={"precision": {"compute": "fp16"}}
     ),
