@@ -549,9 +549,13 @@ def unsupported_is_refused(t: Bench) -> None:
             _right_or_refused(t, f"{label} {name}", want, lambda f=attention, args=args, mask=mask: f(*args, mask))
     claimed = {(op, dtype) for (op, dtype, _), support in t.capabilities.table.items() if support}
     x = t.put(t.normal(16, 16))
+    whole = t.integers(16, 16, low=1, high=8, name="whole")
     for format in _NARROW:
         if ("quantize", format.name) not in claimed:
-            t.raises(_TYPED, t.backend.matmul.quantize, x, format, "tensor")
+            quantize = t.backend.matmul.quantize
+            _right_or_refused(
+                t, f"quantize {format.name}", whole, lambda f=format: quantize(t.put(whole), f, "tensor").dequantize()
+            )
     if "scaled_mm" not in {op for op, _ in claimed}:
         t.raises(_TYPED, t.backend.matmul.scaled_mm, x, x, torch.float32)
     # What is supported is not refused.
