@@ -548,11 +548,10 @@ def unsupported_is_refused(t: Bench) -> None:
             mask = Mask(causal=False)
             _right_or_refused(t, f"{label} {name}", want, lambda f=attention, args=args, mask=mask: f(*args, mask))
     claimed = {(op, dtype) for (op, dtype, _), support in t.capabilities.table.items() if support}
-    x = t.put(t.normal(16, 16))
+    x, quantize = t.put(t.normal(16, 16)), t.backend.matmul.quantize
     whole = t.integers(16, 16, low=1, high=8, name="whole")
     for format in _NARROW:
         if ("quantize", format.name) not in claimed:
-            quantize = t.backend.matmul.quantize
             _right_or_refused(
                 t, f"quantize {format.name}", whole, lambda f=format: quantize(t.put(whole), f, "tensor").dequantize()
             )
