@@ -542,7 +542,8 @@ class Execution(ABC):
 
     @abstractmethod
     def largest(self, x: Tensor) -> Tensor:
-        """The elementwise largest over all processes, of a float32 tensor without NaN; stays on the device."""
+        """The elementwise largest over all processes, of a float32 tensor without NaN, which may be overwritten; stays
+        on the device."""
 
     @abstractmethod
     def any(self, flag: bool) -> bool:

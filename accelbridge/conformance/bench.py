@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge import ops
@@ -27,12 +28,11 @@ from accelbridge.conformance import checks, falsify
 from accelbridge.conformance.checks import Verdict
 from accelbridge.conformance.oracle import data
 from accelbridge.conformance.registry import Case
-from accelbridge.errors import Unsupported
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from accelbridge.errors import AccelbridgeError, Unsupported
 
 _UNEQUAL = object()
+TYPED = (AccelbridgeError, NotImplementedError, ValueError, TypeError, dist.DistError)
+"""What says "I do not do this". A bare RuntimeError may as well be a failure within."""
 
 
 class Abandoned(Exception):

@@ -131,10 +131,15 @@ def make_scale(x: Tensor, format: Format, scaling: Scaling) -> Tensor:
     if exponents_only and not scaling.power_of_two:
         scale = shared_exponent(largest, format)
     else:
-        scale = (largest / format.max).clamp_min(_SMALLEST_SCALE)
-        scale = power_of_two_above(scale) if scaling.power_of_two else scale
+        scale = scale_for(largest, format.max, scaling)
         scale = scale.masked_fill(scale.isinf(), math.nan) if exponents_only else scale
     return scale.masked_fill(largest == 0, 1.0)
+
+
+def scale_for(largest: Tensor, limit: float | Tensor, scaling: Scaling) -> Tensor:
+    """float32 scales by which magnitudes ``largest`` become ``limit``, rounded up where ``scaling`` says so."""
+    scale = (largest / limit).clamp_min(_SMALLEST_SCALE)
+    return power_of_two_above(scale) if scaling.power_of_two else scale
 
 
 def shared_exponent(largest: Tensor, format: Format) -> Tensor:

@@ -19,14 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelbridge.backend import Matmul
-from accelbridge.portable.fp8 import power_of_two_above
+from accelbridge.portable.fp8 import scale_for
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.gathered import GatheredWeight
 from accelbridge.precision.quantized import QuantizedTensor, shares
 from accelbridge.precision.recipe import ROLES, Fp8Recipe, Role
 from accelbridge.precision.scalings import scaling_of
-
-_SMALLEST_SCALE = 2.0**-126
 
 
 class Fp8Layer:
@@ -92,12 +90,10 @@ class Fp8Layer:
         return x if padded is codes else QuantizedTensor.of_codes(padded, x.scale, x.format, x.block)
 
 
-def scale_of(amax: Tensor, largest: float, recipe: Fp8Recipe) -> Tensor:
+def scale_of(amax: Tensor, largest: float | Tensor, recipe: Fp8Recipe) -> Tensor:
     """float32 scale of one block for all: ``amax * 2^margin / largest``; 1 where that is 0 or not finite."""
     margin = recipe.config.margin if recipe.delayed else 0
-    scale = (amax * (2.0**margin / largest)).clamp_min(_SMALLEST_SCALE)
-    if scaling_of(recipe.weight).power_of_two:
-        scale = power_of_two_above(scale)
+    scale = scale_for(amax * 2.0**margin, largest, scaling_of(recipe.weight))
     return torch.where((amax > 0) & scale.isfinite(), scale, 1.0)
 
 

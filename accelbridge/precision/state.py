@@ -135,8 +135,9 @@ class Fp8State:
         self.amax.zero_()
 
     def _measure_weights(self) -> None:
-        parts = [local(module._parameters["weight"]) for module in self._modules]  # type: ignore[arg-type]
-        norms = [part.detach().abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
+        weights = [module._parameters["weight"] for module in self._modules]
+        parts = [local(weight.detach()) for weight in weights if weight is not None]
+        norms = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
         self.amax[:, _WEIGHT] = torch.maximum(self.amax[:, _WEIGHT], torch.stack(norms).float())
 
     def _picked(self) -> Tensor:
@@ -146,7 +147,7 @@ class Fp8State:
         return self.history.amax(-1) if self.recipe.config.amax == "max" else self.history[..., 0]
 
     def _scales(self, amax: Tensor) -> Tensor:
-        return scale_of(amax / self._limits, 1.0, self.recipe).reshape(self.scale.shape)
+        return scale_of(amax, self._limits, self.recipe).reshape(self.scale.shape)
 
     def _rescale(self, amax: Tensor) -> None:
         """Scales from ``amax``; those of which nothing was seen stay."""
