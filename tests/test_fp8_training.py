@@ -13,15 +13,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelbridge import Trainer
-from accelbridge.checkpoint.manifest import complete
+from accelbridge.checkpoint.manifest import Manifest, complete
+from accelbridge.cpu.backend import CpuBackend
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.guards.fp8 import _who
 from accelbridge.guards.spikes import Spike
 from accelbridge.parallel.layout import Layout
 from accelbridge.portable.sharded_adamw import local
+from accelbridge.precision.config import Fp8Config
+from accelbridge.precision.filters import Filtered
 from accelbridge.precision.gathered import GatheredWeight
+from accelbridge.precision.recipe import resolve
 from accelbridge.train.config import TrainConfig
-from accelbridge.train.fp8_plan import _check_gather
+from accelbridge.train.fp8_plan import Fp8Run, _check_gather, carried
 from accelbridge.train.prepare import choose_target
 from tests import cli
 from tests.ranks import Rank, outcomes, run_ranks
@@ -440,3 +444,12 @@ def test_a_gathered_weight_does_no_arithmetic() -> None:
     assert (weight.shape, weight.dtype) == ((2, 2), torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"set precision\.fp8\.gather: false, or exclude the layer"):
         _ = weight + 1
+
+
+def test_a_foreign_manifest_is_no_crash() -> None:
+    """Its plan may say anything."""
+    recipe = resolve(Fp8Config(scaling="delayed"), CpuBackend.capabilities("cpu", {}), "cpu")
+    run = Fp8Run(recipe, Filtered(("up",), {}), (), ())
+    for theirs in (5, {"scaling": "delayed", "layers": 5}, {"scaling": "delayed", "history": 16, "layers": ["up"]}):
+        found = carried(run, Manifest(step=1, world_size=1, plan={"fp8": theirs}))
+        assert found.note.startswith("fp8: the checkpoint")

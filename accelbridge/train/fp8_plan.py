@@ -138,9 +138,10 @@ def carried(mine: Fp8Run | None, manifest: Manifest | None) -> Carried:
     if not isinstance(theirs, dict) or theirs.get("scaling") != "delayed":
         return Carried(note="fp8: the checkpoint has no amax histories; they start anew")
     if any(theirs.get(key) != own[key] for key in ("history", "layers")):
+        layers = theirs.get("layers")  # the manifest may be anybody's
+        count = len(layers) if isinstance(layers, list) else "unknown"
         return Carried(
-            note=f"fp8: the checkpoint's amax histories are of {theirs.get('history')} steps and "
-            f"{len(theirs.get('layers') or ())} layers, this run's of {own['history']} and {len(own['layers'])}, or of "
+            note=f"fp8: the checkpoint's amax histories are of {theirs.get('history')} steps and {count} layers, this run's of {own['history']} and {len(own['layers'])}, or of "
             "others; they start anew"
         )
     formats, former = ([entry.get(key) for key in ("forward", "backward", "scales")] for entry in (own, theirs))
