@@ -141,8 +141,8 @@ def carried(mine: Fp8Run | None, manifest: Manifest | None) -> Carried:
         layers = theirs.get("layers")  # the manifest may be anybody's
         count = len(layers) if isinstance(layers, list) else "unknown"
         return Carried(
-            note=f"fp8: the checkpoint's amax histories are of {theirs.get('history')} steps and {count} layers, this run's of {own['history']} and {len(own['layers'])}, or of "
-            "others; they start anew"
+            note=f"fp8: the checkpoint's amax histories are of {theirs.get('history')} steps and {count} layers, "
+            f"this run's of {own['history']} and {len(own['layers'])}, or of others; they start anew"
         )
     formats, former = ([entry.get(key) for key in ("forward", "backward", "scales")] for entry in (own, theirs))
     if formats == former:
