@@ -168,5 +168,8 @@ def _way_out(finding: Finding, config: GuardsConfig) -> str:
         return "lower optimizer.lr or clip_norm, and resume from a checkpoint well before it"
     way_out = "lower optimizer.lr, or set guards.nonfinite: skip to leave such steps out, and --resume auto"
     if finding.again and not finding.origins:
-        way_out += "; what is finite when it is run again points at the device, or at code that is not repeatable"
+        way_out += (
+            "; finite when run again: a norm above 1.8e19, whose square float32 does not hold, or else a fault of the "
+            "device, or code that is not repeatable"
+        )
     return way_out
