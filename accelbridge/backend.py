@@ -615,6 +615,9 @@ class Backend(ABC):
     hidden_by: ClassVar[Mapping[str, str]] = {}
     """Environment variables, with values, under which a new process sees no device of this vendor; empty where devices
     cannot be hidden. The conformance suite sets them to see how their absence is reported."""
+    chips: ClassVar[Mapping[str, str]] = {}
+    """Chips that :meth:`assume` knows: what users write, in small letters, and what ``probe`` calls them. Empty: it
+    takes any name that ``capabilities`` does."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 
@@ -632,6 +635,24 @@ class Backend(ABC):
     @abstractmethod
     def capabilities(cls, chip: str, software: Mapping[str, str]) -> Capabilities:
         """Pure function of the chip's name and the software versions, so that any machine can show any plan."""
+
+    @classmethod
+    def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
+        """What :meth:`probe` would answer on a host with ``devices`` of ``chip``, for a plan that is only looked at:
+        the installed torch, and ``software`` over it. To be overridden where a usual installation has more. Raises
+        ConfigError for a chip that is not one of :attr:`chips`."""
+        from importlib.metadata import version
+
+        from accelbridge.errors import ConfigError, did_you_mean
+
+        if cls.chips and chip.lower() not in cls.chips:
+            raise ConfigError(
+                f'chip "{chip}" asked of backend "{cls.name}"; it knows {", ".join(cls.chips)}'
+                f"{did_you_mean(chip.lower(), list(cls.chips))}"
+            )
+        name = cls.chips.get(chip.lower(), chip)
+        found = tuple(DeviceInfo(index, name) for index in range(devices))
+        return Probe(True, f"assumed: {devices} x {name}", found, {"torch": version("torch"), **software})
 
     # ---- these work for any device with an ordinary ``torch.<device_type>`` module; override what differs
     @cached_property

@@ -223,6 +223,25 @@ def _named(name: str, selected_by: str, candidates: Sequence[Candidate]) -> Cand
     return found
 
 
+def installed() -> list[str]:
+    """Names of the backends that are installed, whether they work or not."""
+    return list(_discover().points)
+
+
+def load_named(name: str) -> tuple[Candidate, type[Backend]]:
+    """The class of the backend called ``name``, imported here and not probed. Raises BackendError."""
+    check_known(name)
+    found = _discover()
+    same = found.points.get(name)
+    if same is None:
+        broken = next(candidate for candidate in found.unreadable if candidate.name == name)
+        raise _refused(name, "argument", broken.probe.reason)
+    blank = Candidate(name, *name_version(same[0].dist))
+    if len(same) > 1:
+        raise _refused(name, "argument", _duplicate(blank, same).probe.reason)
+    return blank, load(same[0])
+
+
 def check_known(name: str) -> None:
     """Raise BackendError where no installed distribution provides a backend called ``name``. Loads nothing."""
     found = _discover()

@@ -49,6 +49,7 @@ _CHOSEN = {
     "environment": "by the environment",
     "recipe": "by the recipe",
     "automatic": "automatic",
+    "assumed": "assumed: such a host would get this plan; nothing was opened or asked",
 }
 
 

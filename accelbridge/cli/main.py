@@ -133,9 +133,16 @@ def explain(
     nproc: NprocOption = None,
     backend: BackendOption = None,
     overrides: SetOption = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of a host that is not here: chip=NAME, and if need be devices=N or a software's version; repeatable.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the execution plan: which implementation every op gets, and why not another. Starts nothing."""
     from accelbridge.cli.explain import explain_text
 
-    typer.echo(explain_text(recipe, overrides or [], nproc, backend, as_json))
+    typer.echo(explain_text(recipe, overrides or [], nproc, backend, as_json, assume or ()))

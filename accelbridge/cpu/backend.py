@@ -64,6 +64,7 @@ class CpuBackend(Backend):
     device_type: ClassVar[str] = "cpu"
     process_group: ClassVar[str] = "gloo"
     accelerator: ClassVar[bool] = False
+    chips = {name: name for name in ("x86_64", "aarch64", "arm64")}
     options_model = CpuOptions
 
     @classmethod

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelbridge.backend import Request
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.models.shapes import decoder_linears
 from accelbridge.parallel.layout import Layout
-from accelbridge.plan import OpChoice
+from accelbridge.plan import OpChoice, Rejected
 from accelbridge.precision.config import Fp8Config
 from accelbridge.precision.filters import Filtered, Shapes, choose
 from accelbridge.precision.recipe import Fp8Recipe, check_sizes, resolve
@@ -77,7 +78,7 @@ def plan_fp8(config: TrainConfig, target: Target, layout: Layout, tokens: int, p
         notes.append(f"fp8: sizes of products are padded with zeros to multiples of {recipe.multiple}")
     if recipe.config.gather:
         notes.append(f"fp8: weights are gathered as {recipe.forward}, one byte an element")
-    return Fp8Run(recipe, filtered, tuple(_rows(recipe, backend)), tuple(notes))
+    return Fp8Run(recipe, filtered, tuple(_rows(recipe, target)), tuple(notes))
 
 
 def _check_gather(config: TrainConfig, target: Target, layout: Layout) -> None:
@@ -103,19 +104,45 @@ def _local(linears: Shapes, filtered: Filtered, layout: Layout) -> dict[str, tup
     return {name: (linears[name][0] // layout.tp or 1, linears[name][1] // layout.tp or 1) for name in filtered.chosen}
 
 
-def _rows(recipe: Fp8Recipe, backend: str) -> list[OpChoice]:
-    name = "emulated" if recipe.support.level == "emulated" else f"{backend} scaled_mm"
+def _rows(recipe: Fp8Recipe, target: Target) -> list[OpChoice]:
     return [
-        OpChoice(
-            f"fp8_linear, {product}",
-            name,
-            {"operands": formats, "scales": scalings if not recipe.delayed else f"{scalings}, delayed"},
-            recipe.support.level,
-            "claimed",
-            note=recipe.support.reason,
-        )
+        _row(f"fp8_linear, {product}", Request("scaled_mm", formats, variant=scalings), recipe.delayed, target)
         for product, formats, scalings in recipe.products
     ]
+
+
+def _row(op: str, request: Request, delayed: bool, target: Target) -> OpChoice:
+    """One product: the first of the backend's candidates where the chip has it, else the emulation."""
+    cell = target.capabilities.support(request.op, request.dtype, request.variant)
+    names = [each for each in target.backend.implementations() if each.op == request.op]
+    chosen, rejected = "", list[Rejected]()
+    for candidate in names:
+        support = candidate.supports(request)
+        if chosen or not support:
+            rejected.append(Rejected(candidate.name, support.reason or f"{chosen} comes first and serves this run"))
+        elif cell.level != "full":
+            rejected.append(Rejected(candidate.name, cell.reason))
+        else:
+            chosen = candidate.name
+    if cell.level == "emulated":
+        chosen = _EMULATED
+    elif names:
+        rejected.append(Rejected(_EMULATED, f"{chosen} comes first and serves this run"))
+    return OpChoice(
+        op,
+        chosen or f"{target.backend.name} scaled_mm",
+        {
+            "operands": request.dtype,
+            "scales": f"{request.variant}, delayed" if delayed else request.variant,
+        },
+        cell.level,
+        "claimed",
+        tuple(rejected),
+        cell.reason,
+    )
+
+
+_EMULATED = "emulated"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accelbridge import assume
+from accelbridge.assume import Assumption
 from accelbridge.backend import Backend, Capabilities, World
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import ConfigError, DataError
@@ -44,14 +46,20 @@ class Target:
     selection: Selection
     backend: Backend
     capabilities: Capabilities
+    devices: int | None = None
+    """Devices of an assumed host; None: those of this one."""
+
+    def offered(self) -> int:
+        """Devices of the host."""
+        return self.backend.device.count() if self.devices is None else self.devices
 
     def devices_per_process(self) -> int:
         """Devices of this host that one process drives; more than one only under spmd execution."""
-        return self.backend.execution.devices_per_process(self.backend.device.count())
+        return self.backend.execution.devices_per_process(self.offered())
 
     def processes(self, asked: int | None = None) -> int:
         """Processes to start on this host: ``asked``, else one per accelerator. Raises ConfigError for too many."""
-        offered = self.backend.device.count()
+        offered = self.offered()
         most = offered // self.devices_per_process()
         if asked is not None and asked > most:
             raise ConfigError(
@@ -89,14 +97,20 @@ class Prepared:
         return self.resume.manifest.step if self.resume else 0
 
 
-def choose_target(config: TrainConfig, argument: str | None = None, *, everything: bool = False) -> Target:
-    """Choose and instantiate the backend of ``config``, and ask what it can do here."""
+def choose_target(
+    config: TrainConfig, argument: str | None = None, *, everything: bool = False, assumed: Assumption | None = None
+) -> Target:
+    """Choose and instantiate the backend of ``config``, and ask what it can do here, or on an ``assumed`` host."""
     with config.places.pointing():
-        selection = choose(argument, config.backend.name, everything=everything)
+        if assumed is None:
+            selection = choose(argument, config.backend.name, everything=everything)
+        else:
+            selection = assume.select(assumed, argument, config.backend.name)
         backend = instantiate(selection, config.backend.options)
     probe = selection.probe
     chip = probe.devices[0].chip if probe.devices else "unknown"
-    return Target(selection, backend, backend.capabilities(chip, probe.software))
+    count = None if assumed is None else len(probe.devices)
+    return Target(selection, backend, backend.capabilities(chip, probe.software), count)
 
 
 def prepare(

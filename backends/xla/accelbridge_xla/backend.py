@@ -48,6 +48,7 @@ class XlaBackend(Backend):
     process_group: ClassVar[str] = "none"
     """One process per host, and one host: no torch.distributed group exists."""
     accelerator: ClassVar[bool] = True
+    chips = {each.name.removeprefix("TPU ").lower(): each.name for each in hardware.GENERATIONS.values()}
 
     @classmethod
     def probe(cls) -> Probe:
