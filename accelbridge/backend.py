@@ -621,6 +621,10 @@ class Backend(ABC):
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 
+    host: Probe | None = None
+    """What :meth:`probe` answered for this run, or :meth:`assume` for one that is only looked at: what candidates may
+    depend on. Set by who makes the instance, before anything is asked of it; None where nobody did."""
+
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options
 

@@ -22,6 +22,7 @@ from accelbridge.backend import (
     Lowering,
     Request,
     Support,
+    unsupported,
 )
 from accelbridge.errors import ConfigError, Unsupported, did_you_mean
 from accelbridge.plugins import Candidate, Selection
@@ -112,6 +113,8 @@ class PlanInputs:
     world_size: int = 1
     chosen_ops: Mapping[str, str] = field(default_factory=dict)
     fallback: bool = False
+    deterministic: bool = False
+    """Whether only candidates will do whose results are the same bits every time."""
     notes: Sequence[str] = ()
 
 
@@ -198,11 +201,12 @@ def _choose(
         order.sort(key=lambda c: c.name != explicit)  # stable: the rest keeps its order
     rejected: list[Rejected] = []
     for candidate in order:
-        support = _support(candidate, request, capabilities)
+        support = _support(candidate, request, capabilities, inputs.deterministic)
         if support:
-            later = order[order.index(candidate) + 1 :]
             why = "was asked for" if candidate.name == explicit else "comes first and serves this run"
-            rejected += [Rejected(c.name, f"{candidate.name} {why}") for c in later]
+            for later in order[order.index(candidate) + 1 :]:
+                own = _support(later, request, capabilities, inputs.deterministic)
+                rejected.append(Rejected(later.name, f"{candidate.name} {why}" if own else own.reason))
             choice = OpChoice(
                 request.op,
                 candidate.name,
@@ -224,10 +228,15 @@ def _never_loaded(*_: Any) -> Any:
     raise AssertionError("the portable reference is what ops call when nothing is bound")
 
 
-def _support(candidate: Implementation, request: Request, capabilities: Capabilities) -> Support:
+def _support(
+    candidate: Implementation, request: Request, capabilities: Capabilities, deterministic: bool
+) -> Support:
     """A candidate serves where the chip's table and its own predicate both say so."""
     on_chip = capabilities.support(request.op, request.dtype, request.variant, request.shape)
-    return candidate.supports(request) if on_chip else on_chip
+    found = candidate.supports(request) if on_chip else on_chip
+    if found and deterministic and not candidate.deterministic:
+        return unsupported("it is not deterministic, and train.deterministic is true")
+    return found
 
 
 def _refuse_or_note(request: Request, name: str, support: Support, fallback: bool, notes: list[str]) -> None:

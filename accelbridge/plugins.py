@@ -304,7 +304,9 @@ def instantiate(selection: Selection, options: Mapping[str, Any]) -> Backend:
     """Make the backend's instance with validated options."""
     checked = _options(selection.backend, options)
     try:
-        return selection.backend(checked)
+        backend = selection.backend(checked)
+        backend.host = selection.probe
+        return backend
     except AccelbridgeError:
         raise
     except Exception as error:

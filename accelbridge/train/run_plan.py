@@ -155,6 +155,7 @@ def _resolve(
         world_size=world.size,
         chosen_ops=config.backend.ops,
         fallback=config.backend.on_unsupported == "fallback",
+        deterministic=config.train.deterministic,
         notes=notes,
     )
     plan = resolve(target.selection, target.backend, target.capabilities, inputs)
