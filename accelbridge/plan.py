@@ -228,9 +228,7 @@ def _never_loaded(*_: Any) -> Any:
     raise AssertionError("the portable reference is what ops call when nothing is bound")
 
 
-def _support(
-    candidate: Implementation, request: Request, capabilities: Capabilities, deterministic: bool
-) -> Support:
+def _support(candidate: Implementation, request: Request, capabilities: Capabilities, deterministic: bool) -> Support:
     """A candidate serves where the chip's table and its own predicate both say so."""
     on_chip = capabilities.support(request.op, request.dtype, request.variant, request.shape)
     found = candidate.supports(request) if on_chip else on_chip
