@@ -19,6 +19,7 @@ class KnownBad:
     issue: str
     """Where it is reported, as "owner/repository#number"."""
     reported: date
+    """Of the report, or of the oldest word on it that was read."""
     read: date
     """When its state was last looked up."""
     implementations: tuple[str, ...]

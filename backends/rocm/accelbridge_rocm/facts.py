@@ -1,0 +1,164 @@
+"""What AMD's GPUs can do, as data with its sources: a pure function of the chip's name and the software. No torch.
+
+ScaledBlas: aten/src/ATen/native/cuda/ScaledBlas.cpp of pytorch/pytorch, as hipified, read 2026-11-30. None of it was
+run on the chips named here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support, unsupported
+from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells
+from accelbridge.portable.fp8_cells import EMULATED
+from accelbridge.portable.known_bad import at_least
+
+OCP = ("float8_e4m3fn", "float8_e5m2")
+FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One instruction set."""
+
+    family: tuple[str, str] | None
+    """8-bit formats of its matrix instructions: gfx942 has fnuz, gfx950 OCP (ScaledBlas, _scaled_mm_is_fnuz; LLVM's
+    AMDGPU usage); None where it has none."""
+    minimum: str = ""
+    """ROCm from which on torch has products in them (ScaledBlasDeviceUtils, scaled_mm_arch_allowed)."""
+    mx: bool = False
+    """MX products, from ROCm 7.0 on (ScaledBlas, check_blockwise_e8m0fnu_arch_supported)."""
+    dense_values: bool = False
+    """Whether SDPA is wrong for values that are not contiguous: ROCm/pytorch#3230 (MI300X, ROCm 7.0, torch 2.9 of
+    August 2025), closed; no version is known that mends it."""
+    aiter: bool = False
+    """Whether ROCm/aiter has attention for it (aiter/ops/mha.py)."""
+    subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    # "MI200 MFMA behavior specifics" in the documentation of MIOpen: MFMA_F16 and MFMA_BF16 flush inputs and outputs.
+    "gfx90a": Architecture(None, subnormals={"bfloat16": "flushed", "float16": "flushed"}),
+    "gfx942": Architecture(FNUZ, dense_values=True, aiter=True),
+    "gfx950": Architecture(OCP, minimum="6.5", mx=True, aiter=True),
+}
+"""MI210, MI250 and MI250X: gfx90a; MI300A, MI300X and MI325X: gfx942; MI350X and MI355X: gfx950 (rocm.docs.amd.com,
+"Accelerator and GPU hardware specifications")."""
+
+T, GB = 1e12, 10**9
+PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
+    # Dense peaks and memory of the data sheets. MI250X is two devices; each is half of what its sheet says.
+    "AMD Instinct MI210 (gfx90a)": ({"bfloat16": 181 * T, "float16": 181 * T}, 64 * GB),
+    "AMD Instinct MI250X (gfx90a)": ({"bfloat16": 191.5 * T, "float16": 191.5 * T}, 64 * GB),
+    "AMD Instinct MI300A (gfx942)": ({"bfloat16": 980 * T, "float16": 980 * T, "fp8": 1961 * T}, 128 * GB),
+    "AMD Instinct MI300X (gfx942)": ({"bfloat16": 1307 * T, "float16": 1307 * T, "fp8": 2614 * T}, 192 * GB),
+    "AMD Instinct MI325X (gfx942)": ({"bfloat16": 1307 * T, "float16": 1307 * T, "fp8": 2614 * T}, 256 * GB),
+    "AMD Instinct MI350X (gfx950)": ({"bfloat16": 2300 * T, "float16": 2300 * T, "fp8": 4600 * T}, 288 * GB),
+    "AMD Instinct MI355X (gfx950)": ({"bfloat16": 2500 * T, "float16": 2500 * T, "fp8": 5000 * T}, 288 * GB),
+}
+"""Peak FLOP/s by compute precision, and memory in bytes, of one device. Others stay unknown."""
+
+CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): name for name in PRODUCTS}
+
+_USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
+"""ROCm of the wheel index of pytorch.org by torch; the later ones, of which it was not looked up, are taken for 7.2."""
+
+
+def usual_software(torch: str) -> dict[str, str]:
+    """What comes with a torch of this version from pytorch.org's index."""
+    release = torch.partition("+")[0]
+    return {"torch": release, "rocm": _USUAL.get(".".join(release.split(".")[:2]), "7.2")}
+
+
+def architecture_of(chip: str) -> str:
+    """``"AMD Instinct MI300X (gfx942)"`` -> ``"gfx942"``; "" where the name says none."""
+    found = re.search(r"\((gfx\w+)\)$", chip)
+    return found[1] if found else ""
+
+
+def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
+    """Of a product of a known architecture; its peak and memory only where the product itself is known."""
+    peaks, memory = PRODUCTS.get(chip, ({}, None))
+    name = architecture_of(chip)
+    known = ARCHITECTURES.get(name)
+    table: Cells = {**op_cells(), **group_cells(), **_fp8_moves()}
+    if known is None:
+        why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
+        return Capabilities(Chip(chip), dict.fromkeys(table, why))
+    lacking = _no_fp8(name, software)
+    quantizing = _emulated(lacking) if lacking else FULL
+    for family in (known.family,) if known.family else (OCP, FNUZ):
+        table |= fp8_cells(family, quantizing, lambda a, b, scaling: _product(name, a, b, scaling, software))
+    variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
+    facts = {**_FACTS, "fp8.variant": variant}
+    return Capabilities(Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals)
+
+
+_FACTS: Mapping[str, str | int] = {
+    "fp8.overflow": "asked",
+    # Sums over bfloat16 round at every hop: rccl 2.21.5, src/device/reduce_kernel.h.
+    "reduce.precision.bfloat16": "bfloat16",
+    "reduce.precision.float16": "float16",
+}
+
+
+def _fp8_moves() -> Cells:
+    """torch moves fnuz as bytes itself, and maps OCP's formats to the library's own (ProcessGroupNCCL.cpp), of which it
+    is not known which RCCL has them."""
+    why = unsupported(
+        "which RCCL moves OCP's 8-bit floats is not known; move their codes as uint8, as accelbridge does, or set "
+        "backend.options.lowerings: [fp8_bytes]"
+    )
+    return {(op, dtype, ""): FULL if dtype in FNUZ else why for op in MOVES for dtype in (*FNUZ, *OCP)}
+
+
+def _emulated(why: str) -> Support:
+    return Support("emulated", f"{why}; {EMULATED.reason}")
+
+
+def _no_fp8(name: str, software: Mapping[str, str]) -> str:
+    """Why torch has no fp8 products here; "" where it has."""
+    known = ARCHITECTURES[name]
+    if known.family is None:
+        return f"{name} has no fp8 products: torch's scaled_mm needs gfx942 or gfx950"
+    if known.minimum and not at_least(software.get("rocm"), known.minimum):
+        found = software.get("rocm", "an unknown one")
+        return f"fp8 products on {name} need ROCm {known.minimum} or later, not {found}"
+    return ""
+
+
+_SIXTEEN = (Limit("k", multiple=16), Limit("n", multiple=16))
+
+
+def _product(name: str, a: str, b: str, scaling: str, software: Mapping[str, str]) -> Support:
+    """One product, ``a`` [M, K] in rows by ``b`` [K, N] in columns. Two E5M2 may meet, unlike in cuBLASLt."""
+    if why := _no_fp8(name, software):
+        return _emulated(_mx_or(scaling, why, software))
+    if scaling == "tensor":
+        return Support("full", limits=_SIXTEEN)
+    if scaling == "row":
+        if not b.startswith("float8_e4m3"):
+            return _emulated("with row scales, the second operand has to be E4M3 (ScaledBlas.cpp)")
+        return Support("full", limits=_SIXTEEN)
+    return _mx(name, software) if scaling == "mx" else _emulated("1x128 and 128x128 scales are not available on ROCm")
+
+
+def _mx_or(scaling: str, why: str, software: Mapping[str, str]) -> str:
+    """With MX scales, which need a later ROCm still, that one is to be named."""
+    late = scaling == "mx" and not at_least(software.get("rocm"), "7.0")
+    return f"{why}; with MX scales, ROCm 7.0 or later" if late else why
+
+
+def _mx(name: str, software: Mapping[str, str]) -> Support:
+    """Mixed pairs pass torch's checks; hipBLASLt's kernels for them came with ROCm/rocm-libraries#3738, of 2026."""
+    rocm = software.get("rocm")
+    if not ARCHITECTURES[name].mx:
+        return _emulated(f"{name} has no MX products: they need gfx950")
+    if not at_least(rocm, "7.0"):
+        return _emulated(f"MX products need ROCm 7.0 or later, not {rocm or 'an unknown one'}")
+    if at_least(rocm, "7.14"):
+        return _emulated("from ROCm 7.14 on, hipBLASLt takes MX scales in tiles of 32x8, whose order was not looked up")
+    return Support("full", limits=(Limit("m", multiple=32), Limit("k", multiple=128), Limit("n", multiple=32)))
