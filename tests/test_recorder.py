@@ -88,7 +88,7 @@ def test_a_dump_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     evil = pickle.dumps({"entries": [Evil()]})
     with pytest.raises(pickle.UnpicklingError, match=r"threading\.Event"):
         recorder.entries(evil, NOW)
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", lambda: evil)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", lambda: evil)  # pyright: ignore[reportAttributeAccessIssue]
     assert recorder.read() == []
 
 

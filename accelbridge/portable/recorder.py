@@ -49,7 +49,7 @@ def read(functions: Sequence[str] = ("_dump_fr_trace",)) -> list[dict[str, Any]]
     import torch
 
     for name in functions:
-        dump = getattr(torch._C._distributed_c10d, name, None)
+        dump = getattr(torch._C._distributed_c10d, name, None)  # pyright: ignore[reportAttributeAccessIssue]
         if dump is None:
             continue
         try:
