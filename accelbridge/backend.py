@@ -101,6 +101,21 @@ class Lowering:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Environment variables that suit one kind of network or machine: data that lies with the vendor's backend and is
+    off unless a recipe names it (``backend.profile``). Each states where its values are from."""
+
+    summary: str
+    """Which machines it is for."""
+    variables: Mapping[str, str]
+    """Set before the vendor's library is loaded; a value that the user has set wins."""
+    source: str
+    """The document, with its date or version, that states these values."""
+    needs: str = ""
+    """What must be installed for it."""
+
+
+@dataclass(frozen=True)
 class Chip:
     """What is known of one accelerator model. Unknown stays unknown: no default peak, no default memory."""
 
@@ -339,6 +354,18 @@ class Collectives(ABC):
     @abstractmethod
     def environment(self, world: World) -> Mapping[str, str]:
         """Variables the vendor's library wants before it is imported. A value the user has set wins."""
+
+    def profiles(self) -> Mapping[str, Profile]:
+        """Network profiles by name, from which ``backend.profile`` chooses; none by default."""
+        return {}
+
+    def trace(self) -> Sequence[Mapping[str, Any]]:
+        """What the vendor's library itself has recorded of this process's collectives, oldest first, shaped like
+        :meth:`accelbridge.portable.ring.Entry.describe`; empty where it records nothing.
+
+        Read from another thread while a step hangs, where groups are native and our own ring is therefore empty; it
+        must not wait for the device or for another rank."""
+        return ()
 
     @abstractmethod
     def lowerings(self) -> Sequence[Lowering]:
@@ -657,6 +684,21 @@ class Backend(ABC):
         name = cls.chips.get(chip.lower(), chip)
         found = tuple(DeviceInfo(index, name) for index in range(devices))
         return Probe(True, f"assumed: {devices} x {name}", found, {"torch": version("torch"), **software})
+
+    def chip(self, probe: Probe) -> tuple[str, str]:
+        """The chip that a plan for the devices of ``probe`` is made for, and what to say of that choice ("": nothing).
+
+        Raises BackendError where they are of several models; to be overridden where a vendor can say which of them
+        does no more than the others."""
+        from accelbridge.errors import BackendError
+
+        names = list(dict.fromkeys(device.chip for device in probe.devices))
+        if len(names) > 1:
+            raise BackendError(
+                f"asked: a plan for the devices of this host; found: {' and '.join(names)}, one plan cannot serve "
+                "several models; do: leave devices of one model visible"
+            )
+        return (names[0] if names else "unknown"), ""
 
     # ---- these work for any device with an ordinary ``torch.<device_type>`` module; override what differs
     @cached_property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,6 +35,11 @@ class TorchCollectives(Collectives):
     def environment(self, world: World) -> Mapping[str, str]:
         return {}
 
+    def init_arguments(self, world: World) -> Mapping[str, Any]:
+        """More arguments of ``init_process_group``, such as the ``device_id`` that a library wants to be told. Groups
+        that are lowered or checked don't get them: torch would ask their C++ backend, which they have none of."""
+        return {}
+
     def lowerings(self) -> Sequence[Lowering]:
         return self._lowerings
 
@@ -49,12 +55,13 @@ class TorchCollectives(Collectives):
         if self._lowerings or check:
             register(INTERPOSED, backend, self._lowerings, check)
             backend = INTERPOSED
+        more = self.init_arguments(world) if backend != INTERPOSED else {}
         # A store keeps the addresses of an earlier group, so every init in it gets keys of its own. It is counted
         # there, not in this process: reused workers may have different histories.
         run = dist.PrefixStore(f"{world.run_id}/{world.restart}", store)
         own = dist.PrefixStore(f"groups{run.add(f'inits/{world.rank}', 1)}", run)
         limit = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size, timeout=limit)
+        dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size, timeout=limit, **more)
         self._active = True
 
     def control_group(self, timeout_s: float) -> dist.ProcessGroup:

@@ -40,10 +40,13 @@ _hides: dict[CodeType, bool] = {}
 """Whether a function belongs to a library; asked for every frame of every collective."""
 
 
+def is_library_file(file: str) -> bool:
+    """Whether ``file`` belongs to torch, ``accelbridge.portable`` or the standard library."""
+    return (file.startswith(_STDLIB) and "site-packages" not in file) or file.startswith(_HIDDEN)
+
+
 def _is_library(code: CodeType) -> bool:
-    file = code.co_filename
-    stdlib = file.startswith(_STDLIB) and "site-packages" not in file
-    hides = _hides[code] = stdlib or file.startswith(_HIDDEN)
+    hides = _hides[code] = is_library_file(code.co_filename)
     return hides
 
 

@@ -152,10 +152,6 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
         raise ConfigError(
             f"train.deterministic asked; {capabilities.deterministic.reason}; set train.deterministic: false"
         )
-    if config.backend.profile is not None:
-        raise ConfigError(
-            f'backend.profile "{config.backend.profile}" asked; this backend has no network profiles; remove it'
-        )
 
 
 def _memory(memory: MemoryConfig) -> None:

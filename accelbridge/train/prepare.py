@@ -48,6 +48,8 @@ class Target:
     capabilities: Capabilities
     devices: int | None = None
     """Devices of an assumed host; None: those of this one."""
+    note: str = ""
+    """What the backend says of the chip that the plan is for."""
 
     def offered(self) -> int:
         """Devices of the host."""
@@ -108,9 +110,9 @@ def choose_target(
             selection = assume.select(assumed, argument, config.backend.name)
         backend = instantiate(selection, config.backend.options)
     probe = selection.probe
-    chip = probe.devices[0].chip if probe.devices else "unknown"
+    chip, note = backend.chip(probe)
     count = None if assumed is None else len(probe.devices)
-    return Target(selection, backend, backend.capabilities(chip, probe.software), count)
+    return Target(selection, backend, backend.capabilities(chip, probe.software), count, note)
 
 
 def prepare(

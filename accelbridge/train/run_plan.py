@@ -23,6 +23,7 @@ from accelbridge.precision.filters import Shapes
 from accelbridge.train.config import LossScaleChoice, LossScaleConfig, TrainConfig
 from accelbridge.train.fp8_plan import Fp8Run, plan_fp8
 from accelbridge.train.groups import group_notes, rules
+from accelbridge.train.network import resolve_network, with_network
 
 if TYPE_CHECKING:
     from accelbridge.train.prepare import Target
@@ -68,8 +69,13 @@ def plan_run(
     """The plan of a run, what it recomputes, and what it does in fp8. Raises what :func:`accelbridge.plan.resolve` and
     :func:`accelbridge.train.fp8_plan.plan_fp8` raise, and ConfigError for a recomputation that cannot be had."""
     recompute = _listed_recompute(config, provided)  # before a plan is made: it may name an op that isn't there
+    # The environment of an assumed host is not known; that of this one says nothing of it.
+    environment = None if target.devices is None else {}
+    backend = target.backend
+    network = resolve_network(config.backend.profile, backend.name, backend.collectives, environment)
     fp8 = plan_fp8(config, target, layout, microbatch * config.train.seq_len, provided)
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
+    plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
     return _with_units(plan, recompute, config.train.compile), recompute, fp8
 
@@ -140,7 +146,7 @@ def _resolve(
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
     loss = [] if provided.loss else [loss_request(dtype, split)]
     shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
-    notes = list(provided.notes)
+    notes = [*([target.note] if target.note else []), *provided.notes]
     if shapes is not None:
         rules(shapes, config.optimizer)
         notes += group_notes(shapes, config.optimizer)

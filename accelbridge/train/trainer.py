@@ -360,14 +360,14 @@ class Trainer:
         prepared, parallel = self.prepared, self.config.parallel
         target, world = prepared.target, prepared.world
         self.execution: Execution = target.backend.execution
-        apply_environment(target.backend.collectives, world)
+        apply_environment(target.backend.collectives, world, self.config.backend.profile)
         deadline = time.monotonic() + parallel.agreement_timeout
         whole_store = connect(world, parallel.agreement_timeout)
         store, world = meet(whole_store, world, parallel.agreement_timeout)
         agreement.agree(store, world, self.plan.contract, max(deadline - time.monotonic(), 0.1))
         self._ballot = open_ballot(store, world)
         self._resources.callback(self._watch.close)
-        self._watch.start(whole_store, world)
+        self._watch.start(whole_store, world, target.backend.collectives.trace)
         self._resources.callback(self.execution.close)
         self.execution.start(store, world, prepared.layout, parallel.timeout, parallel.check_collectives)
         target.backend.device.seed(self.config.train.seed + world.rank)

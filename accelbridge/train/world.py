@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accelbridge.backend import Collectives, World
 from accelbridge.errors import ConfigError
+from accelbridge.train.network import apply_profile
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -88,8 +89,10 @@ def _meeting_point() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
 
 
-def apply_environment(collectives: Collectives, world: World) -> None:
-    """Set what the vendor's library reads before it is imported; a value that the user has set wins."""
+def apply_environment(collectives: Collectives, world: World, profile: str | None = None) -> None:
+    """Set what the vendor's library reads before it is imported, and the variables of the network profile that the
+    recipe names; a value that the user has set wins."""
+    apply_profile(collectives.profiles()[profile] if profile is not None else None)
     for name, value in collectives.environment(world).items():
         os.environ.setdefault(name, value)
 

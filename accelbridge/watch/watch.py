@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,6 +35,8 @@ from accelbridge.errors import RankFailed, RunFailed
 from accelbridge.portable.ring import RING, brief, where
 from accelbridge.train.last_words import report
 from accelbridge.train.logs import log
+from accelbridge.watch.recorded import Recorder, Trace, oldest_pending
+from accelbridge.watch.recorded import counts as count_of
 from accelbridge.watch.skew import Skew
 from accelbridge.watch.verdict import DONE, FAILED, RUNNING, Beat, Verdict, conclude, failure
 
@@ -47,8 +50,10 @@ ANSWER_S = 3.0
 """How long ranks may take to add their ring once it is asked for."""
 STALL_S = 1.0
 """Without any progress for so long, a beat says where the threads are."""
+RECORD_S = 30.0
+"""Without any progress for so long, or a quarter of the time limit, the library's own record is read."""
 _THREADS = "accelbridge-"
-_OURS = ("accelbridge-watch", "accelbridge-parent")
+_OURS = ("accelbridge-watch", "accelbridge-watch-recorder", "accelbridge-parent")
 _BROKEN = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "Socket Timeout", "wait timeout")
 """Texts of errors that say: another rank, or the way to it."""
 
@@ -106,11 +111,14 @@ class Watch:
         self._main = threading.get_ident()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._store: dist.Store | None = None
+        self._recorder = Recorder(None)
 
-    def start(self, store: dist.Store, world: World) -> None:
+    def start(self, store: dist.Store, world: World, trace: Trace | None = None) -> None:
         """Begin to watch ``world``, whose ``run_id`` is that of this start of the ranks; every rank has agreed to run.
-        What is shown of this rank is the stack of the thread that calls this."""
+        What is shown of this rank is the stack of the thread that calls this. ``trace`` tells what the collective
+        library has recorded itself (:meth:`accelbridge.backend.Collectives.trace`)."""
         self._world = world
+        self._recorder = Recorder(trace)
         RING.clear()
         self._main = threading.get_ident()
         self._store = self._connect(store) if self._world.size > 1 else None
@@ -213,8 +221,13 @@ class Watch:
             log.error("the run cannot go on\n%s", verdict.text)
 
     def _beat(self, ring: bool = False) -> Beat:
-        call = RING.pending() or RING.newest()
+        entry = RING.pending() or RING.newest()
+        call, counts = (None, RING.counts()) if entry is None else (entry.describe(), RING.counts())
+        calls = [each.describe() for each in RING] if ring else []
         main, threads = self._places(look=ring)
+        if call is None and (ring or self._stalled(min(RECORD_S, self._timeout_s / 4))):  # groups are native
+            calls = [self._with_ranks(each) for each in self._recorder.ask()]
+            call, counts = oldest_pending(calls), count_of(calls)
         self._count += 1
         return Beat(
             self._world.rank,
@@ -225,12 +238,20 @@ class Watch:
             RING.step,
             main,
             threads,
-            call.describe() if call is not None else None,
-            RING.counts(),
+            call,
+            counts,
             self._failed or RING.error,
-            [entry.describe() for entry in RING] if ring else (),
+            calls if ring else (),
             *self._interval,
         )
+
+    def _with_ranks(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A library may leave out the members of the group that holds all ranks."""
+        return call if call["ranks"] else {**call, "ranks": list(range(self._world.size))}
+
+    def _stalled(self, seconds: float) -> bool:
+        """Whether nothing has moved for so long, as far as beats have seen."""
+        return time.monotonic() - self._progress_at > seconds
 
     def _places(self, look: bool) -> tuple[str | None, dict[str, str]]:
         """Where the main thread is, and others of ours; not known while the run makes progress.
