@@ -45,12 +45,15 @@ def group_cells() -> Cells:
     return table
 
 
-def fp8_cells(family: tuple[str, str], quantizing: Support, product: Callable[[str, str, str], Support]) -> Cells:
-    """Products of one family of formats, (E4M3, E5M2). ``product(a, b, scaling)`` says what becomes of one; scalings
-    whose scales are powers of two, and unit scales, are served as the one that they are a case of."""
+def fp8_cells(
+    family: tuple[str, str], quantizing: Callable[[str], Support], product: Callable[[str, str, str], Support]
+) -> Cells:
+    """Products of one family of formats, (E4M3, E5M2). ``quantizing(scaling)`` and ``product(a, b, scaling)`` say what
+    becomes of each; scalings whose scales are powers of two, and unit scales, are served as those they are a case
+    of."""
     table: Cells = {}
     for a in family:
-        table |= {("quantize", a, scaling): quantizing for scaling in SCALINGS}
+        table |= {("quantize", a, scaling): quantizing(general(scaling)) for scaling in SCALINGS}
         for b in family:
             pair = a if a == b else f"{a} x {b}"
             for scaling in (*SCALINGS, *MIXED):

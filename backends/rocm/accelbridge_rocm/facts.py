@@ -88,10 +88,12 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
     if known is None:
         why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
-    lacking = _no_fp8(name, software)
-    quantizing = _emulated(lacking) if lacking else FULL
     for family in (known.family,) if known.family else (OCP, FNUZ):
-        table |= fp8_cells(family, quantizing, lambda a, b, scaling: _product(name, a, b, scaling, software))
+        table |= fp8_cells(
+            family,
+            lambda scaling: _lacking(name, scaling, software) or FULL,
+            lambda a, b, scaling: _product(name, a, b, scaling, software),
+        )
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
     facts = {**_FACTS, "fp8.variant": variant}
     return Capabilities(Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals)
@@ -119,15 +121,16 @@ def _emulated(why: str) -> Support:
     return Support("emulated", f"{why}; {EMULATED.reason}")
 
 
-def _no_fp8(name: str, software: Mapping[str, str]) -> str:
-    """Why torch has no fp8 products here; "" where it has."""
-    known = ARCHITECTURES[name]
+def _lacking(name: str, scaling: str, software: Mapping[str, str]) -> Support | None:
+    """Why torch has no fp8 products here at all; None where it has."""
+    known, rocm = ARCHITECTURES[name], software.get("rocm")
     if known.family is None:
-        return f"{name} has no fp8 products: torch's scaled_mm needs gfx942 or gfx950"
-    if known.minimum and not at_least(software.get("rocm"), known.minimum):
-        found = software.get("rocm", "an unknown one")
-        return f"fp8 products on {name} need ROCm {known.minimum} or later, not {found}"
-    return ""
+        return _emulated(f"{name} has no fp8 products: torch's scaled_mm needs gfx942 or gfx950")
+    minimum = "7.0" if scaling == "mx" and known.mx else known.minimum
+    if minimum and not at_least(rocm, minimum):
+        what = "MX" if scaling == "mx" else "fp8"
+        return _emulated(f"{what} products on {name} need ROCm {minimum} or later, not {rocm or 'an unknown one'}")
+    return None
 
 
 _SIXTEEN = (Limit("k", multiple=16), Limit("n", multiple=16))
@@ -135,8 +138,8 @@ _SIXTEEN = (Limit("k", multiple=16), Limit("n", multiple=16))
 
 def _product(name: str, a: str, b: str, scaling: str, software: Mapping[str, str]) -> Support:
     """One product, ``a`` [M, K] in rows by ``b`` [K, N] in columns. Two E5M2 may meet, unlike in cuBLASLt."""
-    if why := _no_fp8(name, software):
-        return _emulated(_mx_or(scaling, why, software))
+    if (lacking := _lacking(name, scaling, software)) is not None:
+        return lacking
     if scaling == "tensor":
         return Support("full", limits=_SIXTEEN)
     if scaling == "row":
@@ -146,19 +149,10 @@ def _product(name: str, a: str, b: str, scaling: str, software: Mapping[str, str
     return _mx(name, software) if scaling == "mx" else _emulated("1x128 and 128x128 scales are not available on ROCm")
 
 
-def _mx_or(scaling: str, why: str, software: Mapping[str, str]) -> str:
-    """With MX scales, which need a later ROCm still, that one is to be named."""
-    late = scaling == "mx" and not at_least(software.get("rocm"), "7.0")
-    return f"{why}; with MX scales, ROCm 7.0 or later" if late else why
-
-
 def _mx(name: str, software: Mapping[str, str]) -> Support:
     """Mixed pairs pass torch's checks; hipBLASLt's kernels for them came with ROCm/rocm-libraries#3738, of 2026."""
-    rocm = software.get("rocm")
     if not ARCHITECTURES[name].mx:
         return _emulated(f"{name} has no MX products: they need gfx950")
-    if not at_least(rocm, "7.0"):
-        return _emulated(f"MX products need ROCm 7.0 or later, not {rocm or 'an unknown one'}")
-    if at_least(rocm, "7.14"):
+    if at_least(software.get("rocm"), "7.14"):
         return _emulated("from ROCm 7.14 on, hipBLASLt takes MX scales in tiles of 32x8, whose order was not looked up")
     return Support("full", limits=(Limit("m", multiple=32), Limit("k", multiple=128), Limit("n", multiple=32)))
