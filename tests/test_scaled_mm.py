@@ -29,7 +29,10 @@ def fake(shape: tuple[int, int], format: str, scaling: str) -> QuantizedTensor:
     return QuantizedTensor(codes, scale, FORMATS[format], chosen.block)
 
 
-def products(scaling_a: str, scaling_b: str, m: int, k: int, n: int, format_a: str = E4M3) -> list[tuple]:
+Operands = tuple[QuantizedTensor, QuantizedTensor]
+
+
+def products(scaling_a: str, scaling_b: str, m: int, k: int, n: int, format_a: str = E4M3) -> list[Operands]:
     """Operands of a product as the fp8 layers hand them over: row-major ones, and transposed views."""
     return [
         (fake((m, k), format_a, scaling_a), fake((n, k), E4M3, scaling_b).t()),
@@ -81,15 +84,15 @@ def test_torch_refuses_another_layout_of_codes(call) -> None:
 
 def test_torch_refuses_scales_along_the_wrong_dimension() -> None:
     types = F.ScalingType
+    a, b = fake((256, 512), E4M3, "block1x128"), fake((128, 512), E4M3, "block128x128").t()
+    left, right = a.payload, b.payload
     with pytest.raises((RuntimeError, ValueError), match="1x128"):
-        a, b = fake((256, 512), E4M3, "block1x128"), fake((128, 512), E4M3, "block128x128").t()
-        left, right = a.payload, b.payload
         F.scaled_mm(left, right, a.scale, types.BlockWise1x128, b.scale, types.BlockWise128x128)
 
 
 def test_torch_refuses_scales_that_are_not_in_tiles() -> None:
+    a, b = products("mx", "mx", 256, 512, 128)[0]
     with pytest.raises((RuntimeError, ValueError), match="swizzle"):
-        a, b = products("mx", "mx", 256, 512, 128)[0]
         scaled_mm.public_product(a, b, torch.bfloat16, None, False)
 
 
@@ -201,9 +204,9 @@ def test_a_mixed_pair_of_blocks_goes_where_it_is_taken(monkeypatch: pytest.Monke
     table = {("scaled_mm", pair, "block1x128 x block128x128"): FULL, ("scaled_mm", E4M3, "mx"): FULL,
              ("scaled_mm", pair, "row"): FULL}  # fmt: skip
     matmul = TorchScaledMm("test", table, Conventions(swizzled=True))
-    matmul.scaled_mm(*products("block1x128", "block128x128", 256, 512, 128, E5M2)[0], torch.bfloat16)
-    matmul.scaled_mm(*products("mx", "mx", 256, 512, 128)[0], torch.bfloat16)
-    matmul.scaled_mm(*products("row", "row", 256, 512, 128, E5M2)[0], torch.bfloat16)
+    matmul.scaled_mm(*products("block1x128", "block128x128", 256, 512, 128, E5M2)[0], out_dtype=torch.bfloat16)
+    matmul.scaled_mm(*products("mx", "mx", 256, 512, 128)[0], out_dtype=torch.bfloat16)
+    matmul.scaled_mm(*products("row", "row", 256, 512, 128, E5M2)[0], out_dtype=torch.bfloat16)
     assert seen == ["private_product", "public_product", "public_product"]
 
 

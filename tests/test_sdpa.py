@@ -1,4 +1,4 @@
-"""Attention by one kernel of torch's scaled_dot_product_attention, on the CPU's kernels: the same code as a device's."""
+"""Attention by one kernel of torch's scaled_dot_product_attention, on the CPU's: the same code as a device's."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class RocmBackend(Backend):
         from accelbridge.portable.adamw import FUSED_ADAMW
         from accelbridge_rocm import matmul
 
-        products = matmul.candidates(self.matmul, self._here)
+        products = matmul.candidates(lambda: self.matmul.scaled_mm, self._here)
         return (*products, *self.attention.implementations(), FUSED_ADAMW)
 
     @property

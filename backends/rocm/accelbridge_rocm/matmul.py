@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from accelbridge.backend import FULL, Capabilities, Implementation, Matmul, Request, Support, unsupported
 from accelbridge.portable.known_bad import at_least
@@ -29,15 +29,15 @@ def make_matmul(name: str, capabilities: Capabilities, software: Mapping[str, st
     return TorchScaledMm(name, capabilities.table, conventions)
 
 
-def candidates(matmul: Matmul, capabilities: Capabilities) -> Sequence[Implementation]:
-    """Candidates for ``scaled_mm``, best first."""
+def candidates(load: Callable[[], Callable[..., Any]], capabilities: Capabilities) -> Sequence[Implementation]:
+    """Candidates for ``scaled_mm``, best first; ``load`` gives that of :func:`make_matmul`, which imports torch."""
 
     def supports(request: Request) -> Support:
         cell = capabilities.support(request.op, request.dtype, request.variant, request.shape)
         return FULL if cell.level == "full" else unsupported(cell.reason)
 
     launches = ("aten::_scaled_mm", "aten::_scaled_mm_v2")
-    torchs = Implementation("scaled_mm", "torch_scaled_mm", supports, lambda: matmul.scaled_mm, launches=launches)
+    torchs = Implementation("scaled_mm", "torch_scaled_mm", supports, load, launches=launches)
     return (torchs, *(_unused(module, why) for module, why in _UNUSED.items()))
 
 
