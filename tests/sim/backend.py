@@ -115,13 +115,14 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(repository)]), "ACCELBRIDGE_PROBE_SECONDS": "60"}
 
 
-def site(folder: Path) -> Path:
-    """Metadata of a distribution with both backends, in ``folder``, which goes on the import path."""
+def site(folder: Path, more: Mapping[str, str] | None = None) -> Path:
+    """Metadata of a distribution with both backends, and ``more`` (name -> "module:plugin"), in ``folder``, which goes
+    on the import path."""
     info = folder / "accelbridge_sim-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelbridge-sim\nVersion: 0\n")
-    points = {"sim-hpu": "hpu_plugin", "sim-acme": "acme_plugin"}
-    lines = [f"{name} = {__name__}:{plugin}" for name, plugin in points.items()]
+    points = {"sim-hpu": f"{__name__}:hpu_plugin", "sim-acme": f"{__name__}:acme_plugin", **(more or {})}
+    lines = [f"{name} = {plugin}" for name, plugin in points.items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *lines, ""]))
     return folder
 
