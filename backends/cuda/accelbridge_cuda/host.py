@@ -70,7 +70,10 @@ def judge(reading: Reading, environment: Mapping[str, str], build: TorchBuild | 
         if cuda := build.built_for.get("cuda"):
             software["cuda"] = cuda
     facts = {"driver": reading.driver} if reading.driver else {}
-    problem = _no_driver(reading) or _look_alike(reading) or _wrong_torch(reading, build) or _old_driver(reading, build)
+    problem = _no_driver(reading)
+    if problem and build is not None and build.kinds and not build.built_for.get("cuda"):
+        problem = f"{problem}; besides, {_wrong_torch(reading, build)}"  # who chose this backend here needs both
+    problem = problem or _look_alike(reading) or _wrong_torch(reading, build) or _old_driver(reading, build)
     if problem:
         return Probe(False, problem, software=software, facts=facts)
     devices, remark, problem = _visible(reading.gpus, environment)
@@ -150,6 +153,8 @@ def _wrong_torch(reading: Reading, build: TorchBuild | None) -> str:
 
 def _index(reading: Reading) -> str:
     """The index whose torch this driver runs."""
+    if not reading.driver:
+        return "named cu and a version, such as cu130"
     majors = [major for major in MINIMUM_DRIVERS if _serves(reading, major)]
     return INDEXES[max(majors)] if majors else "cu126 or newer, with a newer driver"
 

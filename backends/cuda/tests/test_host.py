@@ -313,4 +313,5 @@ def test_a_probe_loads_no_torch_and_leaves_nothing_behind(tmp_path: Path) -> Non
     found = probed(tmp_path, "__version__ = '2.13.0+rocm7.1'\nhip = '7.1'\ncuda = None\n")
     assert (found["heavy"], found["same"], found["threads"]) == ([], True, 1)
     assert found["software"]["torch"] == "2.13.0+rocm7.1"
-    assert found["available"] or found["reason"]
+    assert not found["available"]
+    assert "torch 2.13.0+rocm7.1 is built for ROCm 7.1, not for CUDA; install torch from the wheel" in found["reason"]

@@ -53,7 +53,10 @@ def judge(reading: Reading, environment: Mapping[str, str], build: TorchBuild | 
     facts = {"driver": f"amdgpu {reading.driver}"} if reading.driver else {}
     if override := environment.get(OVERRIDE):
         facts["override"] = f"{OVERRIDE}={override}"
-    problem = _no_driver(reading) or _wrong_torch(build)
+    problem = _no_driver(reading)
+    if problem and build is not None and build.kinds and not build.built_for.get("hip"):
+        problem = f"{problem}; besides, {_wrong_torch(build)}"  # who chose this backend here needs both
+    problem = problem or _wrong_torch(build)
     nodes = [node for node in reading.nodes if node.openable]
     if not problem and not nodes:
         problem = _closed(reading)
