@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -127,7 +127,8 @@ class Arm:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._resources.close()
+        with suppress(BrokenPipeError):  # one that died has left a command unread
+            self._resources.close()
 
     def tell(self, command: str) -> None:
         """Start the next steps: "run N", "memory N" or "profile N WHERE"."""

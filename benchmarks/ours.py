@@ -8,7 +8,6 @@ from typing import Any
 
 from bare_loop import build, start
 from gate import Gate
-from torch import get_device_module
 
 from accelbridge.train.trainer import Trainer
 
@@ -41,7 +40,7 @@ def main() -> None:
     case, rank, _ = start()
     model = None if case["own_model"] else build(case)
     trainer = Gated(recipe(case), model=model, backend=case.get("backend", "cpu"))
-    trainer.gate = Gate(get_device_module(case.get("device", "cpu")).synchronize)
+    trainer.gate = Gate(trainer.prepared.target.backend.device.synchronize)
     trainer.fit()
     losses: list[float] = []
     if rank == 0:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,24 @@ def section(arms, tmp_path, monkeypatch):
     return of
 
 
-def test_a_section_that_hangs_is_ended_and_keeps_what_it_had(section):
-    found = section(HANGS, 45)
+def test_a_section_that_hangs_is_ended_and_keeps_what_it_had(section, tmp_path, monkeypatch):
+    from gpu import run
+
+    wait, times = run._ends_within, []
+
+    def until_it_hangs(process, seconds):
+        """Its time is over as soon as it has said something, however slowly it starts here."""
+        times.append(seconds)
+        if len(times) > 1:
+            return wait(process, seconds)
+        while not (tmp_path / "made_up.jsonl").read_text().endswith("\n"):
+            assert process.poll() is None
+            time.sleep(0.1)
+        return False
+
+    monkeypatch.setattr(run, "_ends_within", until_it_hangs)
+    found = section(HANGS, 600)
+    assert len(times) == 2  # it was given time to end, which it did not use
     assert found["rows"] == [{"what": "before"}]
     assert found["left_out"] == [{"what": "what was to come after this", "why": "budget"}]
     assert found["status"] == "partly measured"

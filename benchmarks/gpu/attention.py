@@ -123,6 +123,7 @@ def _measure(bench: Bench, case: Case) -> None:
             ways[f"{part}: {name}"] = bench.working(f"{case}: {name}, {part}", lambda calls=calls: calls)
     timings = bench.take_turns(ways)
     best = min((t for way, t in timings.items() if way.startswith(BOTH)), key=lambda t: t.seconds, default=None)
+    level = bench.target.capabilities.support("attention", "bfloat16").level
     first: Tensor | None = None
     flops = 4.0 * case.batch * heads.heads * heads.head_dim * pairs(case)
     for order, (name, attention) in enumerate(found.items()):
@@ -142,11 +143,11 @@ def _measure(bench: Bench, case: Case) -> None:
             head_dim=heads.head_dim,
             candidate=name,
             chosen=order == 0,
-            level=bench.target.capabilities.support("attention", "bfloat16").level,
+            level=level,
             forward=forward.as_dict() | {"tflops": flops / forward.seconds / 1e12},
             **both.as_dict(),
             tflops=rate / 1e12,
-            of_peak=bench.of_peak(rate, "bfloat16"),
+            of_peak=bench.of_peak(rate, "bfloat16", level),
             time_over_best=vars(Ratio.of(both.rounds, best.rounds)),
             sqnr_db=sqnr_db(out, first) if out is not first else None,
         )

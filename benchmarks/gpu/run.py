@@ -173,7 +173,10 @@ def section_text(name: str, result: dict[str, Any]) -> str:
     facts = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in result["facts"].items() if value != "")
     parts = [f"## {module.TITLE}", f"{spent}{'; ' if facts else ''}{facts}"]
     parts += [module.table(result["rows"])] if result["rows"] else []
-    notes = [f"- left out: {entry['what']}: {entry['why']}" for entry in result["left_out"]]
+    by_reason: dict[str, list[str]] = {}
+    for entry in result["left_out"]:
+        by_reason.setdefault(entry["why"], []).append(entry["what"])
+    notes = [f"- left out: {'; '.join(names)}: {why}" for why, names in by_reason.items()]
     notes += [f"- error: {entry['what']}: {_one_line(entry['error'])}" for entry in result["errors"]]
     parts += ["\n".join(notes)] if notes else []
     return "\n\n".join(parts)

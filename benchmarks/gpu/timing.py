@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,21 @@ class Timing:
         }
 
 
+def _event_of(device_type: str) -> Callable[..., Any] | None:
+    """What makes an event that tells time; None where the device's module has none."""
+    event = getattr(torch.get_device_module(device_type), "Event", None)
+    if event is None or not hasattr(event, "elapsed_time"):
+        return None
+    if event.elapsed_time is torch.Event.elapsed_time:
+        return partial(torch.Event, device=device_type)  # which takes no object of a subclass (torch 2.13)
+    return event
+
+
 class Clock:
     """Times calls on the bound device. ``synchronize`` waits for it."""
 
     def __init__(self, device_type: str, synchronize: Callable[[], None]) -> None:
-        event = getattr(torch.get_device_module(device_type), "Event", None)
-        self._event = event if hasattr(event, "elapsed_time") else None
+        self._event = _event_of(device_type)
         self._synchronize = synchronize
 
     @property
