@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,12 +75,19 @@ class ArmFailed(Exception):
 
 
 class Arm:
-    """One loop on RANKS processes of one thread each, over gloo. A context manager: its end ends the processes."""
+    """One loop on ``ranks`` processes of one thread each. A context manager: its end ends the processes."""
 
     def __init__(
-        self, name: str, script: str, case: Mapping[str, Any], python: str, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        script: str,
+        case: Mapping[str, Any],
+        python: str,
+        env: Mapping[str, str] | None = None,
+        ranks: int = RANKS,
     ) -> None:
         self.name = name
+        self._ranks = ranks
         self.blocks: list[Block] = []
         self.peak_rss: list[int] = []
         self.tensor_bytes: tuple[int, ...] = ()
@@ -97,13 +104,13 @@ class Arm:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._pipes = [self._start(rank, port) for rank in range(RANKS)]
+        self._pipes = [self._start(rank, port) for rank in range(self._ranks)]
         return self
 
     def _start(self, rank: int, port: int) -> tuple[Any, Any]:
         (their_read, write), (read, their_write) = os.pipe(), os.pipe()
         path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
         env = os.environ | {name: str(value) for name, value in ranks.items()}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, CONTROL: f"{their_read},{their_write}", **self._env}
@@ -120,7 +127,8 @@ class Arm:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._resources.close()
+        with suppress(BrokenPipeError):  # one that died has left a command unread
+            self._resources.close()
 
     def tell(self, command: str) -> None:
         """Start the next steps: "run N", "memory N" or "profile N WHERE"."""
@@ -141,7 +149,7 @@ class Arm:
     def _failed(self) -> None:
         for process in self._processes:
             process.kill()
-        text = "\n".join((self._folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(RANKS))
+        text = "\n".join((self._folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(self._ranks))
         raise ArmFailed(f"{self.name}: {text[-2500:]}")
 
     def turn(self, steps: int, keep: bool = True) -> None:
@@ -158,7 +166,7 @@ class Arm:
         """Run one more step, and remember the bytes of tensors, mean of the ranks: (between steps, at most)."""
         self.tell("memory 1")
         said = self.hear()
-        self.tensor_bytes = tuple(sum(s[key] for s in said) // RANKS for key in ("resident_bytes", "peak_bytes"))
+        self.tensor_bytes = tuple(sum(s[key] for s in said) // self._ranks for key in ("resident_bytes", "peak_bytes"))
 
     def losses(self) -> list[float]:
         """Run to the end; the losses of all steps, as rank 0 has them."""

@@ -38,10 +38,10 @@ class RMSNorm(nn.Module):
         return (wide * scale * self.weight).to(x_BSM.dtype)
 
 
-def rotations(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotations(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, float32 [S, P]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles = torch.arange(length, dtype=torch.float32).unsqueeze(-1) * theta**-exponents
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angles = torch.arange(length, dtype=torch.float32, device=device).unsqueeze(-1) * theta**-exponents
     return angles.cos(), angles.sin()
 
 
@@ -51,10 +51,17 @@ def rotate(x_BSHD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
 
 
+def visible_keys(segments_BS: Tensor) -> Tensor:
+    """bool [B, 1, S, S]: which keys each query sees."""
+    S = segments_BS.shape[1]
+    before = torch.ones(S, S, dtype=torch.bool, device=segments_BS.device).tril()
+    return ((segments_BS.unsqueeze(2) == segments_BS.unsqueeze(1)) & before).unsqueeze(1)
+
+
 class Shared:
     """What all layers of a forward pass share; FSDP2 does not look into it to cast the rotations."""
 
-    def __init__(self, cos_SP: Tensor, sin_SP: Tensor, visible_B1SS: Tensor) -> None:
+    def __init__(self, cos_SP: Tensor, sin_SP: Tensor, visible_B1SS: Tensor | None) -> None:
         self.cos_SP, self.sin_SP, self.visible_B1SS = cos_SP, sin_SP, visible_B1SS
 
 
@@ -73,7 +80,9 @@ class SelfAttention(nn.Module):
         q = rotate(q, shared.cos_SP, shared.sin_SP).transpose(1, 2)
         k = rotate(k, shared.cos_SP, shared.sin_SP).transpose(1, 2)
         mask = shared.visible_B1SS
-        out_BHSD = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask, enable_gqa=True)
+        out_BHSD = F.scaled_dot_product_attention(
+            q, k, v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         return self.o(out_BHSD.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -114,20 +123,20 @@ class Llama(nn.Module):
         ffn_dim: int,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
+        documents: bool = True,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rope_theta = dim // heads, rope_theta
+        self.head_dim, self.rope_theta, self.documents = dim // heads, rope_theta, documents
         self.embed = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(Layer(dim, heads, kv_heads, ffn_dim, norm_eps) for _ in range(layers))
         self.norm = RMSNorm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, tokens_BS: Tensor, segments_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]; a token sees those before it in its own segment."""
-        S = tokens_BS.shape[1]
-        before = torch.ones(S, S, dtype=torch.bool).tril()
-        visible = (segments_BS.unsqueeze(2) == segments_BS.unsqueeze(1)) & before
-        shared = Shared(*rotations(S, self.head_dim, self.rope_theta), visible.unsqueeze(1))
+        """Logits [B, S, V]; a token sees those before it, with ``documents`` of its own segment only."""
+        S, device = tokens_BS.shape[1], tokens_BS.device
+        visible = visible_keys(segments_BS) if self.documents else None
+        shared = Shared(*rotations(S, self.head_dim, self.rope_theta, device), visible)
         x_BSM = self.embed(tokens_BS)
         for layer in self.layers:
             x_BSM = layer(x_BSM, shared)
@@ -136,7 +145,7 @@ class Llama(nn.Module):
 
 def build(case: dict[str, Any]) -> Llama:
     """The model with the case's initial values."""
-    model = Llama(**case["model"])
+    model = Llama(**case["model"], documents=case.get("documents", True))
     model.load_state_dict(torch.load(Path(case["folder"]) / "state.pt", weights_only=True))
     return model
 
@@ -157,8 +166,10 @@ def batches(case: dict[str, Any], rank: int, size: int) -> Iterator[Batch]:
         rows = np.stack([tokens[i * length : (i + 1) * length + 1] for i in samples]).astype(np.int64)
         ends = rows[:, :-1] == case["end_of_document"]  # the token after one belongs to the next document
         segments = np.zeros(ends.shape, np.int32)
-        segments[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
-        targets = np.where(ends, -100, rows[:, 1:])
+        targets = rows[:, 1:].copy()
+        if case.get("documents", True):
+            segments[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
+            targets[ends] = -100
         yield torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(targets), torch.from_numpy(segments)
 
 
@@ -222,12 +233,14 @@ def start() -> tuple[dict[str, Any], int, int]:
 
 def main() -> None:
     case, rank, size = start()
-    dist.init_process_group("gloo")
-    gate = Gate()
-    model = build(case)
+    place = case.get("device", "cpu")
+    torch.get_device_module(place).set_device(0)
+    dist.init_process_group(case.get("process_group", "gloo"))
+    gate = Gate(torch.get_device_module(place).synchronize)
+    model = build(case).to(place)
     compute = torch.bfloat16 if case["compute"] == "bfloat16" else None
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (size,)),
+        "mesh": init_device_mesh(place, (size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
     for layer in model.layers:
@@ -235,8 +248,9 @@ def main() -> None:
     fully_shard(model, **options)
     optimizer = build_optimizer(case, model)
     log = Log(case, rank)
-    for step, (tokens, targets, segments) in enumerate(batches(case, rank, size)):
+    for step, batch in enumerate(batches(case, rank, size)):
         gate(step)
+        tokens, targets, segments = (tensor.to(place, non_blocking=True) for tensor in batch)
         total = count(targets)
         dist.all_reduce(total)
         loss = loss_sum(model(tokens, segments), targets) / total

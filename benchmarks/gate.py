@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,9 +25,11 @@ SETTLE_S = 0.1
 
 
 class Gate:
-    """``gate(step)`` before every step, from 0; ``gate.finish(losses)`` after the last."""
+    """``gate(step)`` before every step, from 0; ``gate.finish(losses)`` after the last. ``synchronize`` waits for a
+    device that works on its own, at both ends of a turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
         ends = os.environ.get(CONTROL)
         self._read: TextIO | None = None
         if ends:
@@ -42,6 +45,7 @@ class Gate:
             if isinstance(self._measure, _Cost):
                 self._measure.step()
             return
+        self._synchronize()
         if self._measure is not None:
             self._say(self._measure.stop())
         command, steps, *where = self._read.readline().split() or sys.exit("the controller has gone")

@@ -15,7 +15,7 @@ from accelbridge.train.trainer import Trainer
 class Gated(Trainer):
     """A Trainer that stands still where the controller says."""
 
-    gate = Gate()
+    gate: Gate
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         self.gate(self.step)
@@ -25,7 +25,7 @@ class Gated(Trainer):
 def recipe(case: dict[str, Any]) -> dict[str, Any]:
     """The case as a recipe. With ``own_model``, the model is the recipe's, otherwise that of bare_loop.py."""
     config: dict[str, Any] = {
-        "data": {"train": str(Path(case["folder"]) / "store")},
+        "data": {"train": str(Path(case["folder"]) / "store"), "document_mask": case.get("documents", True)},
         "parallel": case["parallel"],
         "precision": {"compute": case["compute"]},
         "train": {key: case[key] for key in ("steps", "seed", "global_batch_size", "seq_len")},
@@ -39,7 +39,8 @@ def recipe(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     case, rank, _ = start()
     model = None if case["own_model"] else build(case)
-    trainer = Gated(recipe(case), model=model, backend="cpu")
+    trainer = Gated(recipe(case), model=model, backend=case.get("backend", "cpu"))
+    trainer.gate = Gate(trainer.prepared.target.backend.device.synchronize)
     trainer.fit()
     losses: list[float] = []
     if rank == 0:

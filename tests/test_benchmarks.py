@@ -4,8 +4,13 @@
 # (the folder of the benchmarks is put on the path below)
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +85,220 @@ def test_a_loop_that_dies_says_why(arms, tmp_path):
         pytest.raises(arms.ArmFailed, match="out of luck"),
     ):
         arm.turn(1)
+
+
+# ------------------------------------------------------------------------------------------------ one accelerator
+
+SECTIONS = ("bandwidth", "gemm", "attention", "training", "graphs", "overhead", "conformance")
+
+
+def test_the_program_for_an_accelerator_runs_through_in_miniature(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), "--tiny", "--backend", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("gpu-*-tiny-*.json")
+    result = json.loads(path.read_text())
+    assert result["device"]["backend"] == "cpu"
+    assert tuple(result["sections"]) == SECTIONS
+    for name, section in result["sections"].items():
+        assert section["errors"] == [], name
+        assert section["rows"] or section["left_out"], name
+        assert all(entry["what"] and entry["why"] for entry in section["left_out"]), name
+        assert (section["status"] == "measured") == (bool(section["rows"]) and not section["left_out"]), name
+    text = path.with_suffix(".md").read_text()
+    assert text.count("\n## ") == len(SECTIONS)
+    assert "nobody's speed" in text
+    fp8 = [row for row in result["sections"]["gemm"]["rows"] if row["kind"].startswith("fp8")]
+    assert all(row["level"] == "emulated" for row in fp8)
+    assert all(row["of_peak"] == "emulated" for row in fp8 if row["what"] == "product")
+    assert all(row["sqnr_db"] > 20 for row in fp8 if row["what"] == "product")  # it was products that were timed
+    others = [row for row in result["sections"]["attention"]["rows"] if not row["chosen"]]
+    assert all(row["candidate"] == "reference" and row["sqnr_db"] > 40 for row in others)
+    assert text.count("fp8 tensor |") == 0  # it is called "fp8 tensor (emulated)"
+
+
+def test_full_sizes_are_refused_without_an_accelerator(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), "--backend", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "an accelerator is what this measures" in done.stderr
+    assert "--tiny" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+HANGS = """
+import signal, time
+def measure(bench):
+    bench.row(what="before")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+"""
+BREAKS = """
+def measure(bench):
+    with bench.attempt("a part"):
+        raise ValueError("no such luck")
+    bench.row(what="after")
+    raise RuntimeError("out of luck")
+"""
+DIES = """
+import os
+def measure(bench):
+    print("a last word", flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def section(arms, tmp_path, monkeypatch):
+    """Runs the text of a module as a section, for so many seconds."""
+    from gpu import run
+
+    def of(text, seconds):
+        (tmp_path / "gpu").mkdir()  # more of the same namespace package
+        (tmp_path / "gpu" / "made_up.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+        monkeypatch.setattr(run, "END_S", 0.5)
+        return run.Section("made_up", run.TINY, "cpu", seconds, tmp_path).run()
+
+    return of
+
+
+def test_a_section_that_hangs_is_ended_and_keeps_what_it_had(section, tmp_path, monkeypatch):
+    from gpu import run
+
+    wait, times = run._ends_within, []
+
+    def until_it_hangs(process, seconds):
+        """Its time is over as soon as it has said something, however slowly it starts here."""
+        times.append(seconds)
+        if len(times) > 1:
+            return wait(process, seconds)
+        while not (tmp_path / "made_up.jsonl").read_text().endswith("\n"):
+            assert process.poll() is None
+            time.sleep(0.1)
+        return False
+
+    monkeypatch.setattr(run, "_ends_within", until_it_hangs)
+    found = section(HANGS, 600)
+    assert len(times) == 2  # it was given time to end, which it did not use
+    assert found["rows"] == [{"what": "before"}]
+    assert found["left_out"] == [{"what": "what was to come after this", "why": "budget"}]
+    assert found["status"] == "partly measured"
+
+
+def test_a_section_that_raises_is_recorded_and_the_rest_of_it_goes_on(section):
+    found = section(BREAKS, 120)
+    assert found["rows"] == [{"what": "after"}]
+    assert [(e["what"], e["error"]) for e in found["errors"]] == [
+        ("a part", "ValueError: no such luck"),
+        ("the section", "RuntimeError: out of luck"),
+    ]
+    assert all("Traceback" in error["traceback"] for error in found["errors"])
+
+
+def test_a_section_whose_process_dies_says_how(section):
+    found = section(DIES, 120)
+    assert found["status"] == "error"
+    (error,) = found["errors"]
+    assert "exit code 3" in error["error"]
+    assert "a last word" in error["traceback"]
+
+
+class Marks:
+    """Stands in for torch.cpu.Event: time that only the calls below let go by."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Marks.now
+
+    def elapsed_time(self, other: "Marks") -> float:
+        return other.at - self.at
+
+
+def test_a_clock_reads_the_device_s_events(arms, monkeypatch):
+    import torch
+    from gpu.timing import Clock
+
+    def call(milliseconds):
+        Marks.now += milliseconds
+
+    waited = []
+    calls = [lambda ms=ms: call(ms) for ms in (1.0, 2.0, 5.0)]
+    assert Clock("cpu", lambda: waited.append(1)).kind == "clock of the host"
+    monkeypatch.setattr(torch.cpu, "Event", Marks)
+    clock = Clock("cpu", lambda: waited.append(1))
+    assert clock.kind == "events of the device"
+    seconds, host = clock.times(calls)
+    assert seconds == pytest.approx([1e-3, 2e-3, 5e-3])
+    assert host is not None
+    assert Marks.now == 5.0 + 8.0  # one before the first mark, so that the device is at work
+    assert len(waited) == 2
+
+
+def test_what_is_compared_takes_turns_in_reversed_order(arms):
+    from gpu.timing import Clock, take_turns
+
+    class MadeUp(Clock):
+        heard = []
+
+        def times(self, calls):
+            self.heard.append(calls[0]())
+            return [{"a": 0.01, "b": 0.02}[str(call())] for call in calls], None
+
+    clock = MadeUp("cpu", lambda: None)
+    found = take_turns(clock, {"a": [lambda: "a"], "b": [lambda: "b"]}, seconds=0.24, rounds=3)
+    assert clock.heard[4:] == ["a", "b", "b", "a", "a", "b"]
+    assert (found["a"].calls, found["b"].calls) == (4, 2)
+    assert (found["a"].rounds, found["b"].rounds) == ((0.01,) * 3, (0.02,) * 3)
+
+
+def test_fp8_is_what_the_chip_s_table_says(arms):
+    from gpu.gemm import Shape, ways_of
+
+    from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support
+
+    emulated = Support("emulated", "too young")
+    format = "float8_e4m3fnuz"
+    table = {
+        ("quantize", format, "tensor"): FULL,
+        ("scaled_mm", format, "tensor"): FULL,
+        ("quantize", format, "row_pow2"): FULL,
+        ("scaled_mm", format, "row_pow2"): Support("full", limits=(Limit("k", multiple=16),)),
+        ("quantize", format, "mx_pow2"): FULL,
+        ("scaled_mm", format, "mx_pow2"): emulated,
+    }
+    known = Capabilities(Chip("made up"), table, facts={"fp8.variant": "fnuz"})
+    found = {way.name: way for way in ways_of(known, Shape("", "", 64, 64, 64))}
+    assert {name: way.product.level for name, way in found.items()} == {
+        "tensor": "full",
+        "row": "full",
+        "block": "unsupported",
+        "mx": "emulated",
+    }
+    assert (found["row"].format, found["row"].scalings) == (format, ("row_pow2", "row_pow2"))
+    assert "block1x128" in found["block"].product.reason
+    odd = {way.name: way for way in ways_of(known, Shape("", "", 64, 64, 40))}
+    assert odd["row"].product.level == "unsupported"
+    none = ways_of(Capabilities(Chip("made up"), {}), Shape("", "", 64, 64, 64))
+    assert {way.product.reason for way in none} == {"made up has no fp8 products"}
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "segments"])
+def test_pairs_are_those_that_the_mask_lets_through(arms, name):
+    import torch
+    from gpu import attention
+    from gpu.sizes import TINY
+
+    from accelbridge.ops import visible_keys
+
+    bench: Any = argparse.Namespace(sizes=TINY, device=torch.device("cpu"))
+    (case,) = [case for case in attention.cases(bench) if case.name == name]
+    visible = visible_keys(case.mask, case.sequence, case.sequence, bench.device)
+    assert visible is not None
+    seen = visible.expand(case.batch, 1, -1, -1).sum((1, 2, 3)) if visible.ndim == 4 else visible.sum()
+    assert set(seen.reshape(-1).tolist()) == {attention.pairs(case)}
+    assert case.request.needs == {name, "causal", "gqa"}
