@@ -9,8 +9,10 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from pydantic import ValidationError
 
+import accelbridge
 from accelbridge.conformance.certify import Asked, applicable, check_levels, chosen_cases, exit_code, perform
 from accelbridge.conformance.mutants import mutants
 from accelbridge.conformance.pool import Outcome, Target
@@ -18,7 +20,7 @@ from accelbridge.conformance.registry import LEVELS, cases, must_pass
 from accelbridge.conformance.report import build
 from accelbridge.conformance.report.model import Report, Waiver, parse, schema
 from accelbridge.conformance.report.verify import difference, load, verify
-from accelbridge.conformance.report.write import digests, render
+from accelbridge.conformance.report.write import digests, leave_out_places, render
 from accelbridge.conformance.selfproof import Pair
 from accelbridge.conformance.status import Status, merge_ranks, worst
 
@@ -86,6 +88,17 @@ def test_junit_and_page_tell_the_same(folder: Path, report: Report) -> None:
     assert report.headline in page
     assert "http" not in page.replace("http://www.w3.org", ""), "the page needs nothing else"
     assert "not certified" in (folder / "badge.svg").read_text()
+
+
+def test_logs_name_no_place_of_this_machine(tmp_path: Path) -> None:
+    frame = f'File "{torch.__file__}", line 1, in f; File "{accelbridge.__file__}", line 2; File "{json.__file__}"'
+    (tmp_path / "world1-rank0.log").write_text(f"{frame}\n/home/someone/else.py\n")
+    leave_out_places(tmp_path)
+    text = (tmp_path / "world1-rank0.log").read_text()
+    assert text == (
+        'File "torch/__init__.py", line 1, in f; File "accelbridge/__init__.py", line 2; File "json/__init__.py"\n'
+        "/home/someone/else.py\n"
+    )
 
 
 def test_the_schema_is_the_one_that_ships() -> None:

@@ -19,8 +19,8 @@ from accelbridge.conformance.registry import LEVELS, NEEDS, Case, cases
 from accelbridge.conformance.report import build
 from accelbridge.conformance.report.identity import environment, suite_identity
 from accelbridge.conformance.report.model import Report, Waiver
-from accelbridge.conformance.report.write import write
-from accelbridge.conformance.runner import PUBLIC_SEED, Runner
+from accelbridge.conformance.report.write import leave_out_places, write
+from accelbridge.conformance.runner import LOGS, PUBLIC_SEED, Runner
 from accelbridge.conformance.status import Status
 from accelbridge.errors import BackendError, ConfigError, did_you_mean
 from accelbridge.plugins import Candidate, survey
@@ -79,6 +79,7 @@ def perform(asked: Asked, out: Path, say: Callable[[Outcome, bool | None], None]
             introduction = _stranger(asked.target)
         results = [_result(runner, case, asked.certify, say) for case in chosen]
     report = _report(asked, introduction, results, (started, datetime.now(UTC)), fresh)
+    leave_out_places(out / LOGS)
     write(report, out)
     return report
 

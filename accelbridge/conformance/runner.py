@@ -15,6 +15,9 @@ from accelbridge.conformance.registry import Case
 from accelbridge.conformance.status import Status, worst
 from accelbridge.errors import BackendError
 
+LOGS = "logs"
+"""Folder of a report in which each rank's output lies."""
+
 PUBLIC_SEED = 20261130
 
 
@@ -38,7 +41,7 @@ class Runner:
 
     def _pool(self, world: int) -> Pool:
         if world not in self._pools:
-            pool = Pool(self.target, world, self.out / "logs")
+            pool = Pool(self.target, world, self.out / LOGS)
             self._stack.callback(pool.close)
             self._pools[world] = pool
         return self._pools[world]

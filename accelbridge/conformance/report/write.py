@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,24 @@ def write(report: Report, out: Path) -> None:
     for name, text in render(report).items():
         (out / name).write_text(text, encoding="utf-8")
     (out / "SHA256SUMS").write_text(digests(out))
+
+
+def leave_out_places(logs: Path) -> None:
+    """Name files of installed packages, of the interpreter and of the suite from there on only: a report is shown to
+    others, and where a machine keeps its software is nobody's business."""
+    for log in logs.glob("*.log"):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        for root in _ROOTS:
+            text = text.replace(root, "")
+        log.write_text(text, encoding="utf-8")
+
+
+_ROOTS = sorted(
+    {f"{Path(place)}/" for name in ("purelib", "platlib", "stdlib") if (place := sysconfig.get_path(name))}
+    | {f"{Path(__file__).resolve().parents[3]}/"},
+    key=len,
+    reverse=True,  # site-packages lies below the standard library
+)
 
 
 def render(report: Report) -> dict[str, str]:
