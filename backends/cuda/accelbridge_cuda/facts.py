@@ -67,20 +67,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 B300 10.3; RTX 5090, RTX PRO 6000 Blackwell 12.0 (developer.nvidia.com/cuda-gpus)."""
 
 T, GB = 1e12, 10**9
+_HOPPER = {"bfloat16": 989 * T, "float16": 989 * T, "fp8": 1979 * T}
 PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
-    # Dense peaks of the data sheets: those of fp8 and 16 bits are given there with sparsity, twice as large.
     "NVIDIA A100-SXM4-80GB (sm80)": ({"bfloat16": 312 * T, "float16": 312 * T}, 80 * GB),
     "NVIDIA A100-SXM4-40GB (sm80)": ({"bfloat16": 312 * T, "float16": 312 * T}, 40 * GB),
-    "NVIDIA A10 (sm86)": ({"bfloat16": 125 * T, "float16": 125 * T}, 24 * GB),
-    "NVIDIA L40S (sm89)": ({"bfloat16": 362 * T, "float16": 362 * T, "fp8": 733 * T}, 48 * GB),
-    "NVIDIA H100 80GB HBM3 (sm90)": ({"bfloat16": 989 * T, "float16": 989 * T, "fp8": 1979 * T}, 80 * GB),
-    "NVIDIA H200 (sm90)": ({"bfloat16": 989 * T, "float16": 989 * T, "fp8": 1979 * T}, 141 * GB),
-    # torchtitan, tools/utils.py, get_peak_flops; HGX B200 data sheet for fp8 and memory.
+    "NVIDIA H100 80GB HBM3 (sm90)": (_HOPPER, 80 * GB),
+    "NVIDIA H200 (sm90)": (_HOPPER, 141 * GB),
     "NVIDIA B200 (sm100)": ({"bfloat16": 2250 * T, "float16": 2250 * T, "fp8": 4500 * T}, 180 * GB),
-    "NVIDIA GB200 (sm100)": ({"bfloat16": 2500 * T, "float16": 2500 * T, "fp8": 5000 * T}, None),
-    "NVIDIA B300 SXM6 AC (sm103)": ({"bfloat16": 2250 * T, "float16": 2250 * T, "fp8": 4500 * T}, None),
+    "NVIDIA GB200 (sm100)": ({"bfloat16": 2500 * T, "float16": 2500 * T, "fp8": 5000 * T}, 186 * GB),
+    "NVIDIA B300 SXM6 AC (sm103)": ({"bfloat16": 2250 * T, "float16": 2250 * T}, None),
 }
-"""Peak FLOP/s by compute precision, and memory in bytes, by what NVML calls the product. Others stay unknown."""
+"""Dense peak FLOP/s by compute precision, and memory in bytes, by what NVML calls the product. Others stay unknown.
+16 bits: torchtitan, tools/utils.py, get_peak_flops. fp8 and memory: half of what the specifications of the H100, and of
+the HGX B200 and GB200 NVL72, give with sparsity (seen in listings of them, 2026-11-30)."""
 
 CHIPS: Mapping[str, str] = {
     "a100": "NVIDIA A100-SXM4-80GB (sm80)",
@@ -202,3 +201,11 @@ def _blocks(name: str, a: str, b: str, scaling: str, software: Mapping[str, str]
     # torch.nn.functional.scaled_mm pads scales along K to a multiple of 4; torch._scaled_mm does not (see portable).
     padded = a == b and at_least(software.get("torch"), "2.10")
     return Support("full", limits=(rows, Limit("k", multiple=128 if padded else 512), Limit("n", multiple=128)))
+
+
+def outputs(architecture: str, software: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Dtypes of a product, by the scaling of its first operand, where they are not float32, bfloat16 and float16 all.
+    With row scales CUTLASS gives bfloat16 in every torch, cuBLASLt float32 too (pytorch/pytorch#162022)."""
+    known = ARCHITECTURES.get(architecture)
+    wide = known is not None and known.row_by_cublas and at_least(software.get("cuda"), "12.9")
+    return {"row": ("bfloat16", "float32") if wide else ("bfloat16",), "block1x128": ("bfloat16", "float32")}

@@ -14,7 +14,7 @@ import pytest
 from accelbridge.backend import Implementation, Request
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.scalings import SCALINGS
-from accelbridge_cuda import attention, facts, matmul
+from accelbridge_cuda import attention, facts
 from accelbridge_cuda.backend import CudaBackend
 from accelbridge_cuda.rules import RULES
 
@@ -131,7 +131,7 @@ def test_limits_are_those_of_the_call_that_serves_the_pair() -> None:
     ("sm90", "13.0", ("bfloat16", "float32")), ("sm90", "12.8", ("bfloat16",)), ("sm100", "13.0", ("bfloat16",)),
 ])  # fmt: skip
 def test_dtypes_that_row_scales_give(architecture: str, cuda: str, dtypes: tuple[str, ...]) -> None:
-    assert matmul.outputs(architecture, {**NOW, "cuda": cuda})["row"] == dtypes
+    assert facts.outputs(architecture, {**NOW, "cuda": cuda})["row"] == dtypes
 
 
 # ---------------------------------------------------------------------------------------------------- attention

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from accelbridge.backend import Attention, Backend, Capabilities, Collectives, Device, Implementation, Matmul, Probe
+from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe
+from accelbridge.portable.described import DescribedBackend
 from accelbridge_rocm import facts
 from accelbridge_rocm.options import RocmOptions
 
+if TYPE_CHECKING:
+    from accelbridge.portable.scaled_mm import Conventions
 
-class RocmBackend(Backend):
+
+class RocmBackend(DescribedBackend):
     """PyTorch's HIP kernels, hipBLASLt, AOTriton and RCCL. torch calls the devices "cuda" and the library "nccl"."""
 
     name: ClassVar[str] = "rocm"
     api_version: ClassVar[tuple[int, int]] = (1, 0)
     device_type: ClassVar[str] = "cuda"
     process_group: ClassVar[str] = "cpu:gloo,cuda:nccl"
-    accelerator: ClassVar[bool] = True
-    hidden_by: ClassVar[Mapping[str, str]] = {"HIP_VISIBLE_DEVICES": ""}
+    hidden_by: ClassVar[Mapping[str, str]] = {"ROCR_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = RocmOptions
+    unused: ClassVar[Mapping[str, str]] = {
+        "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
+        "quantized already; as a product it calls hipBLASLt, as torch_scaled_mm does",
+        "torchao": "its float8 layers call torch._scaled_mm, as torch_scaled_mm does",
+    }
 
     @classmethod
     def probe(cls) -> Probe:
@@ -35,10 +42,8 @@ class RocmBackend(Backend):
         return facts.capabilities(chip, software)
 
     @classmethod
-    def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
-        probe = super().assume(chip, devices, software)
-        usual = facts.usual_software(probe.software["torch"])
-        return replace(probe, software={**usual, **software})
+    def usual_software(cls, torch: str) -> Mapping[str, str]:
+        return facts.usual_software(torch)
 
     def chip(self, probe: Probe) -> tuple[str, str]:
         from accelbridge_rocm.host import chip
@@ -57,38 +62,17 @@ class RocmBackend(Backend):
 
         return RocmCollectives(self._options)
 
-    @cached_property
-    def matmul(self) -> Matmul:
-        from accelbridge_rocm.matmul import make_matmul
-
-        return make_matmul(self.name, self._here, self._software)
-
-    @cached_property
-    def attention(self) -> Attention:
-        from accelbridge.portable.sdpa import SdpaAttention
+    def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates
 
-        return SdpaAttention(candidates(facts.architecture_of(self._here.chip.name), self._software))
+        return candidates(facts.architecture_of(self.here.chip.name), self.software)
 
-    def implementations(self) -> Sequence[Implementation]:
-        from accelbridge.portable.adamw import FUSED_ADAMW
-        from accelbridge_rocm import matmul
+    def conventions(self, public: bool) -> Conventions:
+        from accelbridge.portable.scaled_mm import Conventions
 
-        products = matmul.candidates(lambda: self.matmul.scaled_mm, self._here)
-        return (*products, *self.attention.implementations(), FUSED_ADAMW)
+        # Up to ROCm 7.13 MX scales are not in tiles: ScaledBlas.cpp, _scaled_mxfp8_mxfp8.
+        return Conventions(swizzled=False, outputs=facts.OUTPUTS, public=public)
 
     @property
     def _options(self) -> RocmOptions:
         return self.options if isinstance(self.options, RocmOptions) else RocmOptions()
-
-    @cached_property
-    def _probed(self) -> Probe:
-        return self.host or self.probe()
-
-    @property
-    def _software(self) -> Mapping[str, str]:
-        return self._probed.software
-
-    @cached_property
-    def _here(self) -> Capabilities:
-        return self.capabilities(self.chip(self._probed)[0], self._software)

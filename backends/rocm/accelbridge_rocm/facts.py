@@ -50,16 +50,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 T, GB = 1e12, 10**9
 PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
-    # Dense peaks and memory of the data sheets. MI250X is two devices; each is half of what its sheet says.
-    "AMD Instinct MI210 (gfx90a)": ({"bfloat16": 181 * T, "float16": 181 * T}, 64 * GB),
-    "AMD Instinct MI250X (gfx90a)": ({"bfloat16": 191.5 * T, "float16": 191.5 * T}, 64 * GB),
-    "AMD Instinct MI300A (gfx942)": ({"bfloat16": 980 * T, "float16": 980 * T, "fp8": 1961 * T}, 128 * GB),
-    "AMD Instinct MI300X (gfx942)": ({"bfloat16": 1307 * T, "float16": 1307 * T, "fp8": 2614 * T}, 192 * GB),
-    "AMD Instinct MI325X (gfx942)": ({"bfloat16": 1307 * T, "float16": 1307 * T, "fp8": 2614 * T}, 256 * GB),
-    "AMD Instinct MI350X (gfx950)": ({"bfloat16": 2300 * T, "float16": 2300 * T, "fp8": 4600 * T}, 288 * GB),
-    "AMD Instinct MI355X (gfx950)": ({"bfloat16": 2500 * T, "float16": 2500 * T, "fp8": 5000 * T}, 288 * GB),
+    "AMD Instinct MI210 (gfx90a)": ({}, 64 * GB),
+    "AMD Instinct MI250X (gfx90a)": ({"bfloat16": 191.5 * T}, 64 * GB),  # two devices, each with half of it
+    "AMD Instinct MI300A (gfx942)": ({}, 128 * GB),
+    "AMD Instinct MI300X (gfx942)": ({"bfloat16": 1300 * T}, 192 * GB),
+    "AMD Instinct MI325X (gfx942)": ({"bfloat16": 1300 * T}, 256 * GB),
+    "AMD Instinct MI350X (gfx950)": ({}, 288 * GB),
+    "AMD Instinct MI355X (gfx950)": ({"bfloat16": 2500 * T}, 288 * GB),
 }
-"""Peak FLOP/s by compute precision, and memory in bytes, of one device. Others stay unknown."""
+"""Dense peak FLOP/s by compute precision (torchtitan, tools/utils.py, get_peak_flops; others were not looked up and
+stay unknown), and memory in bytes (rocm.docs.amd.com, as above), of one device."""
 
 CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): name for name in PRODUCTS}
 
@@ -156,3 +156,8 @@ def _mx(name: str, software: Mapping[str, str]) -> Support:
     if at_least(software.get("rocm"), "7.14"):
         return _emulated("from ROCm 7.14 on, hipBLASLt takes MX scales in tiles of 32x8, whose order was not looked up")
     return Support("full", limits=(Limit("m", multiple=32), Limit("k", multiple=128), Limit("n", multiple=32)))
+
+
+OUTPUTS: Mapping[str, tuple[str, ...]] = {"row": ("bfloat16",), "mx": ("bfloat16", "float16")}
+"""Dtypes of a product, by the scaling of its first operand, where they are not float32, bfloat16 and float16 all
+(ScaledBlas)."""

@@ -1,0 +1,109 @@
+"""A backend that is described by data: its claims follow from the chip and the software that its probe found, and its
+products are torch's own ``scaled_mm``. No torch until something computes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from accelbridge.backend import (
+    FULL,
+    Attention,
+    Backend,
+    Capabilities,
+    Implementation,
+    Matmul,
+    Probe,
+    Request,
+    Support,
+    unsupported,
+)
+from accelbridge.portable.known_bad import at_least
+
+if TYPE_CHECKING:
+    from accelbridge.portable.scaled_mm import Conventions
+
+
+class DescribedBackend(Backend):
+    """What is left for a vendor: the probe, the tables, which kernels of attention there are and in which order, and
+    how its library wants scales to lie."""
+
+    unused: ClassVar[Mapping[str, str]] = {}
+    """Packages with fp8 products of their own, and why the plan binds none of them."""
+
+    @classmethod
+    @abstractmethod
+    def usual_software(cls, torch: str) -> Mapping[str, str]:
+        """What comes with this version of torch where it is usually installed from."""
+
+    @abstractmethod
+    def attention_candidates(self) -> Sequence[Implementation]:
+        """Candidates for ``attention`` on :attr:`here` with :attr:`software`, best first."""
+
+    @abstractmethod
+    def conventions(self, public: bool) -> Conventions:
+        """Of the library's products. ``public``: torch has ``torch.nn.functional.scaled_mm``."""
+
+    @classmethod
+    def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
+        probe = super().assume(chip, devices, software)
+        return replace(probe, software={**cls.usual_software(probe.software["torch"]), **software})
+
+    @cached_property
+    def found(self) -> Probe:
+        """What the probe found, or was assumed."""
+        return self.host or self.probe()
+
+    @property
+    def software(self) -> Mapping[str, str]:
+        """Versions by name."""
+        return self.found.software
+
+    @cached_property
+    def here(self) -> Capabilities:
+        """Of the chip that was found."""
+        return self.capabilities(self.chip(self.found)[0], self.software)
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        from accelbridge.portable.scaled_mm import TorchScaledMm
+
+        public = at_least(self.software.get("torch"), "2.10")
+        return TorchScaledMm(self.name, self.here.table, self.conventions(public))
+
+    @cached_property
+    def attention(self) -> Attention:
+        from accelbridge.portable.sdpa import SdpaAttention
+
+        return SdpaAttention(self.attention_candidates())
+
+    def implementations(self) -> Sequence[Implementation]:
+        from accelbridge.portable.adamw import FUSED_ADAMW
+
+        unused = (_unused(package, why) for package, why in self.unused.items())
+        return (self._product(), *unused, *self.attention.implementations(), FUSED_ADAMW)
+
+    def _product(self) -> Implementation:
+        def supports(request: Request) -> Support:
+            cell = self.here.support(request.op, request.dtype, request.variant, request.shape)
+            return FULL if cell.level == "full" else unsupported(cell.reason)
+
+        def load() -> Callable[..., Any]:
+            return self.matmul.scaled_mm
+
+        launches = ("aten::_scaled_mm", "aten::_scaled_mm_v2")
+        return Implementation("scaled_mm", "torch_scaled_mm", supports, load, launches=launches)
+
+
+def _unused(package: str, why: str) -> Implementation:
+    def supports(request: Request) -> Support:
+        return unsupported(why if find_spec(package) else "it is not installed")
+
+    def load() -> NoReturn:
+        raise AssertionError(f"{package} serves nothing")
+
+    return Implementation("scaled_mm", package, supports, load)
