@@ -5,7 +5,9 @@
 Per seed the same initial values, data and order; products are emulated on the host, so nothing here is a speed. The
 last losses are means over the last ``--last`` steps, of the same batches in each run. Any other rounding takes a run to
 another of many ways down, so single ratios scatter: ``float32`` shows by how much, and what is held against the limit
-is the mean over seeds. The slow emulations, block and mx, get one seed. Needs the token store that ``make demo`` builds.
+is the mean over seeds. The slow emulations, block and mx, get one seed.
+
+Needs the token store that ``make demo`` builds.
 """
 
 from __future__ import annotations
