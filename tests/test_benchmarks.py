@@ -92,9 +92,11 @@ def test_a_loop_that_dies_says_why(arms, tmp_path):
 SECTIONS = ("bandwidth", "gemm", "attention", "training", "graphs", "overhead", "conformance")
 
 
-def test_the_program_for_an_accelerator_runs_through_in_miniature(tmp_path):
+@pytest.mark.parametrize("sections", [SECTIONS[:3], pytest.param(SECTIONS, marks=pytest.mark.full)], ids=len)
+def test_the_program_for_an_accelerator_runs_through_in_miniature(sections, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), "--tiny", "--backend", "cpu", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    asked = ["--sections", ",".join(sections)]
+    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("gpu-*-tiny-*.json")
     result = json.loads(path.read_text())
