@@ -188,7 +188,8 @@ def _visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[list[
         return [], "", problem
     shown, chosen = _choose(gpus, text)
     if not chosen:
-        return [], "", f'{VISIBLE}="{text}" leaves no GPU visible: {shown.remark}; name some of 0 to {len(gpus) - 1}'
+        do = "see nvidia-smi -L for their UUIDs" if _names_instances(text) else f"name some of 0 to {len(gpus) - 1}"
+        return [], "", f'{VISIBLE}="{text}" leaves no GPU visible: {shown.remark}; {do}'
     remark = f'{VISIBLE}="{text}": {shown.remark}' if shown.remark else ""
     if any(device.instance for device in chosen):
         # MIG User Guide, CUDA Device Enumeration: a process opens one compute instance, and no GPU beside it.
@@ -210,8 +211,12 @@ def _visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[list[
     return whole, remark, ""
 
 
+def _names_instances(text: str | None) -> bool:
+    return text is not None and text.strip().startswith("MIG-")
+
+
 def _choose(gpus: Sequence[Gpu], text: str | None) -> tuple[Visible, list[_Device]]:
-    if text is not None and text.strip().startswith("MIG-"):
+    if _names_instances(text):
         instances = [_Device(gpu, instance) for gpu in gpus for instance in gpu.instances]
         shown = select(text, [device.uuid for device in instances], "MIG-", abbreviated=True)
         return shown, [instances[index] for index in shown.indices]

@@ -149,7 +149,9 @@ def test_a_mig_instance_is_one_device_with_its_own_memory() -> None:
     assert len(every.devices) == 1
     assert "MIG: a process opens one instance of the 8 visible" in every.reason
     assert [d.chip for d in judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "1"}).devices] == [A100]
-    assert not judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).available
+    none = judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert not none.available
+    assert none.reason.endswith("see nvidia-smi -L for their UUIDs")
 
 
 # ------------------------------------------------------------------------------------------------ mixed models
