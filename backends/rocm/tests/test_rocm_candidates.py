@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from accelbridge.backend import Implementation, Mask, Request
-from accelbridge.errors import BackendError, Unsupported
+from accelbridge.errors import BackendError, ConfigError, Unsupported
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.scalings import SCALINGS
 from accelbridge_rocm import attention, facts
@@ -241,6 +241,13 @@ def test_products_are_candidates_as_far_as_the_chip_has_them() -> None:
     assert list(found) == ["torch_scaled_mm", "transformer_engine", "torchao"]
     assert found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="row"))
     assert "ROCm" in found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="block1x128")).reason
+
+
+def test_an_assumed_version_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match='software "cuda" asked of backend "rocm"'):
+        RocmBackend.assume("mi300x", 1, {"cuda": "2.9"})
+    with pytest.raises(ConfigError, match='torch "new" asked; that is no version'):
+        RocmBackend.assume("mi300x", 1, {"torch": "new"})
 
 
 def test_facts_and_predicates_load_no_torch() -> None:
