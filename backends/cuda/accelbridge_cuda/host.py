@@ -20,11 +20,12 @@ from accelbridge_cuda.nvml import Gpu, Instance, Reading
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 VENDOR = 0x10DE
-MINIMUM_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
+MINIMUM_DRIVERS = {12: "525.60.13", 13: "580"}
 """CUDA major version -> the oldest Linux driver that runs all of its minor versions: NVIDIA CUDA Toolkit Release Notes,
 table "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility"."""
-INDEXES = {11: "cu118", 12: "cu126 or cu128", 13: "cu130"}
-"""CUDA major version -> wheel indexes that torch has had for it; pytorch.org/get-started/locally lists those of now."""
+INDEXES = {12: "cu126 or cu128", 13: "cu130"}
+"""CUDA major version -> wheel indexes of torch 2.9 and later, which have none for CUDA 11 (pytorch/pytorch#147383);
+pytorch.org/get-started/locally lists those of now."""
 INSTALL = "pytorch.org/get-started/locally"
 LIBRARIES = {"cudnn": "nvidia-cudnn-cu{major}", "nccl": "nvidia-nccl-cu{major}"}
 """What torch's wheels from PyPI depend on, by which its versions can be told without loading it."""
@@ -168,13 +169,16 @@ def _serves(reading: Reading, major: int) -> bool:
 def _old_driver(reading: Reading, build: TorchBuild | None) -> str:
     cuda = (build.built_for.get("cuda") if build else None) or ""
     major = (numbers(cuda) or (0,))[0]
-    if build is None or major not in MINIMUM_DRIVERS or _serves(reading, major):
+    if build is None or not major or _serves(reading, major):
         return ""
+    if major not in MINIMUM_DRIVERS and reading.cuda is None:
+        return ""  # newer than the table, and the driver doesn't tell what it can do
     older = [known for known in MINIMUM_DRIVERS if known < major and _serves(reading, known)]
     other = f", or torch from the wheel index {INDEXES[max(older)]} ({INSTALL})" if older else ""
+    needs = f"driver {MINIMUM_DRIVERS[major]} or newer" if major in MINIMUM_DRIVERS else f"a driver of CUDA {major}"
     return (
         f"driver {reading.driver} is too old for torch {build.version}, which is built for CUDA {cuda} and needs "
-        f"driver {MINIMUM_DRIVERS[major]} or newer; install a newer driver{other}"
+        f"{needs}; install a newer driver{other}"
     )
 
 
