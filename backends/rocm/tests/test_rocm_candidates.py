@@ -165,6 +165,15 @@ def test_older_torch_is_refused_by_its_rules() -> None:
     assert named("gfx90a", {"torch": "2.6.0"})["efficient"].supports(CAUSAL)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "torch", "sure"),
+    [("gfx942", "2.13.0", True), ("gfx942", "2.12.1", False), ("gfx950", "2.9.1", False), ("gfx90a", "2.9.1", True)],
+)
+def test_backward_passes_that_add_in_any_order_are_not_deterministic(architecture: str, torch: str, sure: bool) -> None:
+    found = {each.name: each.deterministic for each in attention.candidates(architecture, {"torch": torch})}
+    assert (found["flash"], found["efficient"]) == (sure, sure)
+
+
 def test_ck_is_preferred_when_it_is_bound_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
