@@ -16,6 +16,8 @@ from accelbridge.plugins import ENVIRONMENT, Candidate, Selection, installed, lo
 
 ASSUMED = "assumed"
 """Who chose the backend of such a plan."""
+MOST_DEVICES = 65_536
+"""Each is listed in the probe."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,22 @@ class Assumption:
     def parse(cls, texts: Sequence[str]) -> Assumption | None:
         """From ``chip=mi325x``, ``devices=8``, ``torch=2.13.0``, each an argument or joined by commas; None without
         any. Raises ConfigError."""
-        pairs = [part.partition("=") for text in texts for part in text.split(",")]
-        if not pairs:
+        parts = [part.strip() for text in texts for part in text.split(",")]
+        if not parts:
             return None
-        for key, equals, value in pairs:
-            if not (key and equals and value):
-                raise ConfigError(f'--assume "{key}{equals}{value}" asked; write KEY=VALUE, such as chip=NAME')
-        given = {key: value for key, _, value in pairs}
+        given: dict[str, str] = {}
+        for part in parts:
+            key, _, value = (each.strip() for each in part.partition("="))
+            if not (key and value):
+                raise ConfigError(f'--assume "{part}" asked; write KEY=VALUE, such as chip=NAME')
+            if given.get(key, value) != value:
+                raise ConfigError(f"--assume {key}={given[key]} and {key}={value} asked; one plan is for one; name one")
+            given[key] = value
         if "chip" not in given:
             raise ConfigError(f"--assume {', '.join(texts)} asked; no chip is named; add --assume chip=NAME")
         count = given.pop("devices", "1")
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError(f"--assume devices={count} asked; write a whole number from 1")
+        if not (count.isascii() and count.isdecimal() and len(count) < 9 and 1 <= int(count) <= MOST_DEVICES):
+            raise ConfigError(f"--assume devices={count} asked; write a whole number from 1 to {MOST_DEVICES}")
         return cls(given.pop("chip"), int(count), given)
 
 

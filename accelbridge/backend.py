@@ -679,7 +679,7 @@ class Backend(ABC):
         if cls.chips and chip.lower() not in cls.chips:
             raise ConfigError(
                 f'chip "{chip}" asked of backend "{cls.name}"; it knows {", ".join(cls.chips)}'
-                f"{did_you_mean(chip.lower(), list(cls.chips))}"
+                f"{did_you_mean(chip.lower(), list(cls.chips))}; choose one of them, or another backend"
             )
         name = cls.chips.get(chip.lower(), chip)
         found = tuple(DeviceInfo(index, name) for index in range(devices))

@@ -18,12 +18,13 @@ class Visible:
     """Why the list names fewer devices than it has parts; "" where it doesn't."""
 
 
-def select(text: str | None, names: Sequence[str], prefix: str, abbreviated: bool) -> Visible:
+def select(text: str | None, names: Sequence[str], prefix: str, abbreviated: bool, free: bool = False) -> Visible:
     """The devices that ``text`` leaves visible, where device i is also called ``names[i]``.
 
     As drivers read such lists (torch follows them in ``torch/cuda/__init__.py``, ``_parse_visible_devices``): absent
     shows all; the first part that is no device ends the list, those before it stay; a device named twice shows none. A
-    list whose first part begins with ``prefix`` holds names; they may be cut short where ``abbreviated``.
+    list whose first part begins with ``prefix`` holds names; they may be cut short where ``abbreviated``. Where lists
+    are ``free``, each part is a name or a number of its own, and a device named twice ends the list.
     """
     if text is None:
         return Visible(tuple(range(len(names))))
@@ -33,19 +34,25 @@ def select(text: str | None, names: Sequence[str], prefix: str, abbreviated: boo
     named = parts[0].startswith(prefix)
     found: list[int] = []
     for part in parts:
-        index = _by_name(part, names, abbreviated) if named else _by_number(part, len(names))
+        if free:
+            named = part.upper().startswith(prefix)
+        index = _by_name(part, names, abbreviated) if named else _by_number(part, len(names), whole=free)
         if index is None:
             rest = "" if len(parts) == 1 else f"; what follows it is not read, {len(found)} before it stay"
             return Visible(tuple(found), f'"{part}" is no device here{rest}')
+        if index in found and free:
+            return Visible(tuple(found), f'"{part}" is named twice; from there on nothing is read')
         if index in found:
             return Visible((), f'"{part}" is named twice, which leaves none')
         found.append(index)
     return Visible(tuple(found))
 
 
-def _by_number(part: str, count: int) -> int | None:
+def _by_number(part: str, count: int, whole: bool) -> int | None:
     digits = part[: len(part) - len(part.lstrip("0123456789"))]  # as strtoul: "1gpu" is 1
-    return int(digits) if digits and int(digits) < count else None
+    if not digits or (whole and digits != part):
+        return None
+    return int(digits) if int(digits) < count else None
 
 
 def _by_name(part: str, names: Sequence[str], abbreviated: bool) -> int | None:

@@ -59,8 +59,8 @@ def plan_fp8(config: TrainConfig, target: Target, layout: Layout, tokens: int, p
     if emulated and config.backend.on_unsupported != "fallback":
         raise Unsupported(
             f'precision "fp8" asked; backend "{backend}" on {capabilities.chip.name} has no fp8 matmul, only an '
-            f"emulation: {recipe.support.reason}; set backend.on_unsupported: fallback to run that, or "
-            "precision.compute: bfloat16"
+            f'emulation, for scaling "{recipe.config.scaling}": {recipe.support.reason}; set backend.on_unsupported: '
+            "fallback to run that, another precision.fp8.scaling where the chip has one, or precision.compute: bfloat16"
         )
     linears = decoder_linears(config.model) if config.model is not None else provided.linears
     if not linears:

@@ -25,6 +25,7 @@ class CudaBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"CUDA_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = CudaOptions
+    versions: ClassVar[tuple[str, ...]] = ("torch", "cuda", "cudnn", "nccl")
     unused: ClassVar[Mapping[str, str]] = {
         # Transformer Engine 2.20, transformer_engine/pytorch/module.
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
@@ -62,7 +63,7 @@ class CudaBackend(DescribedBackend):
     def collectives(self) -> Collectives:
         from accelbridge_cuda.collectives import CudaCollectives
 
-        return CudaCollectives(self._options)
+        return CudaCollectives(self._options, self.software.get("torch"))
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_cuda.attention import candidates

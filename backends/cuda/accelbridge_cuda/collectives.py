@@ -36,10 +36,11 @@ TORCH_NCCL_DUMP_ON_TIMEOUT. Read in the wheels' sources and binaries; none of th
 
 
 class CudaCollectives(RecordedCollectives):
-    """``cpu:gloo,cuda:nccl``. Raises ConfigError for an nccl2 that this torch doesn't have."""
+    """``cpu:gloo,cuda:nccl``, of the torch that is installed or, for a plan that is only looked at, of
+    ``torch_version``. Raises ConfigError for an nccl2 that this torch doesn't have."""
 
-    def __init__(self, options: CudaOptions | None = None, torch_version: str = torch.__version__) -> None:
-        options = options or CudaOptions()
+    def __init__(self, options: CudaOptions | None = None, torch_version: str | None = None) -> None:
+        options, torch_version = options or CudaOptions(), torch_version or torch.__version__
         self._torch, self._nccl = numbers(torch_version), options.nccl
         if options.nccl == "nccl2" and self._torch < NCCL2_SINCE:
             raise ConfigError(

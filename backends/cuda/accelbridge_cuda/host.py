@@ -20,11 +20,12 @@ from accelbridge_cuda.nvml import Gpu, Instance, Reading
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 VENDOR = 0x10DE
-MINIMUM_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
+MINIMUM_DRIVERS = {12: "525.60.13", 13: "580"}
 """CUDA major version -> the oldest Linux driver that runs all of its minor versions: NVIDIA CUDA Toolkit Release Notes,
 table "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility"."""
-INDEXES = {11: "cu118", 12: "cu126 or cu128", 13: "cu130"}
-"""CUDA major version -> wheel indexes that torch has had for it; pytorch.org/get-started/locally lists those of now."""
+INDEXES = {12: "cu126 or cu128", 13: "cu130"}
+"""CUDA major version -> wheel indexes of torch 2.9 and later, which have none for CUDA 11 (pytorch/pytorch#147383);
+pytorch.org/get-started/locally lists those of now."""
 INSTALL = "pytorch.org/get-started/locally"
 LIBRARIES = {"cudnn": "nvidia-cudnn-cu{major}", "nccl": "nvidia-nccl-cu{major}"}
 """What torch's wheels from PyPI depend on, by which its versions can be told without loading it."""
@@ -168,13 +169,16 @@ def _serves(reading: Reading, major: int) -> bool:
 def _old_driver(reading: Reading, build: TorchBuild | None) -> str:
     cuda = (build.built_for.get("cuda") if build else None) or ""
     major = (numbers(cuda) or (0,))[0]
-    if build is None or major not in MINIMUM_DRIVERS or _serves(reading, major):
+    if build is None or not major or _serves(reading, major):
         return ""
+    if major not in MINIMUM_DRIVERS and reading.cuda is None:
+        return ""  # newer than the table, and the driver doesn't tell what it can do
     older = [known for known in MINIMUM_DRIVERS if known < major and _serves(reading, known)]
     other = f", or torch from the wheel index {INDEXES[max(older)]} ({INSTALL})" if older else ""
+    needs = f"driver {MINIMUM_DRIVERS[major]} or newer" if major in MINIMUM_DRIVERS else f"a driver of CUDA {major}"
     return (
         f"driver {reading.driver} is too old for torch {build.version}, which is built for CUDA {cuda} and needs "
-        f"driver {MINIMUM_DRIVERS[major]} or newer; install a newer driver{other}"
+        f"{needs}; install a newer driver{other}"
     )
 
 
@@ -188,7 +192,8 @@ def _visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[list[
         return [], "", problem
     shown, chosen = _choose(gpus, text)
     if not chosen:
-        return [], "", f'{VISIBLE}="{text}" leaves no GPU visible: {shown.remark}; name some of 0 to {len(gpus) - 1}'
+        do = "see nvidia-smi -L for their UUIDs" if _names_instances(text) else f"name some of 0 to {len(gpus) - 1}"
+        return [], "", f'{VISIBLE}="{text}" leaves no GPU visible: {shown.remark}; {do}'
     remark = f'{VISIBLE}="{text}": {shown.remark}' if shown.remark else ""
     if any(device.instance for device in chosen):
         # MIG User Guide, CUDA Device Enumeration: a process opens one compute instance, and no GPU beside it.
@@ -210,8 +215,12 @@ def _visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[list[
     return whole, remark, ""
 
 
+def _names_instances(text: str | None) -> bool:
+    return text is not None and text.strip().startswith("MIG-")
+
+
 def _choose(gpus: Sequence[Gpu], text: str | None) -> tuple[Visible, list[_Device]]:
-    if text is not None and text.strip().startswith("MIG-"):
+    if _names_instances(text):
         instances = [_Device(gpu, instance) for gpu in gpus for instance in gpu.instances]
         shown = select(text, [device.uuid for device in instances], "MIG-", abbreviated=True)
         return shown, [instances[index] for index in shown.indices]

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from accelbridge.backend import Implementation, Request
+from accelbridge.errors import ConfigError
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.scalings import SCALINGS
 from accelbridge_cuda import attention, facts
@@ -264,6 +265,13 @@ def test_an_assumed_host_has_the_software_of_its_torch() -> None:
     assert CudaBackend.assume("h100", 1, {"torch": "2.9.1"}).software == {"torch": "2.9.1", **facts._USUAL["2.9"]}
     assert CudaBackend.assume("h100", 1, {"cuda": "12.8"}).software["cuda"] == "12.8"
     assert CudaBackend.assume("h100", 1, {"torch": "3.7"}).software == {"torch": "3.7"}  # nothing is made up
+
+
+def test_an_assumed_version_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match='software "torhc" asked of backend "cuda"'):
+        CudaBackend.assume("h100", 1, {"torhc": "2.9"})
+    with pytest.raises(ConfigError, match='torch "new" asked; that is no version'):
+        CudaBackend.assume("h100", 1, {"torch": "new"})
 
 
 def test_facts_and_predicates_load_no_torch() -> None:

@@ -22,6 +22,7 @@ from accelbridge_cuda.nvml import Reading
 DATA = Path(__file__).parents[3] / "tests" / "data" / "probes" / "cuda"
 CUDA12 = TorchBuild("2.10.0+cu128", {"cuda": "12.8", "hip": None})
 CUDA13 = TorchBuild("2.13.0+cu130", {"cuda": "13.0", "hip": None})
+CUDA14 = TorchBuild("3.1.0+cu140", {"cuda": "14.0", "hip": None})
 CPU = TorchBuild("2.13.0+cpu", {"cuda": None, "hip": None})
 ROCM = TorchBuild("2.13.0+rocm7.1", {"cuda": None, "hip": "7.1.25424"})
 A100, H100 = "NVIDIA A100-SXM4-80GB (sm80)", "NVIDIA H100 80GB HBM3 (sm90)"
@@ -80,7 +81,10 @@ def test_every_file_is_whole_and_names_its_sources(path: Path) -> None:
         ("b200", CPU, "install torch from the wheel index cu130"),
         ("h100", ROCM, "torch 2.13.0+rocm7.1 is built for ROCm 7.1.25424, not for CUDA; install torch from the wheel"),
         ("old-driver", CUDA12, "driver 470.103.01 is too old for torch 2.10.0+cu128, which is built for CUDA 12.8 and "
-         "needs driver 525.60.13 or newer; install a newer driver, or torch from the wheel index cu118"),
+         "needs driver 525.60.13 or newer; install a newer driver"),
+        ("old-driver", CPU, "install torch from the wheel index cu126 or newer, with a newer driver (pytorch.org/"),
+        ("b200", CUDA14, "which is built for CUDA 14.0 and needs a driver of CUDA 14; install a newer driver, or torch "
+         "from the wheel index cu130"),
         ("h100", CUDA13, "driver 550.127.05 is too old for torch 2.13.0+cu130, which is built for CUDA 13.0 and needs "
          "driver 580 or newer; install a newer driver, or torch from the wheel index cu126 or cu128"),
         ("busy", CUDA12, "all 2 visible GPUs are in exclusive-process mode and taken by other processes"),
@@ -149,7 +153,9 @@ def test_a_mig_instance_is_one_device_with_its_own_memory() -> None:
     assert len(every.devices) == 1
     assert "MIG: a process opens one instance of the 8 visible" in every.reason
     assert [d.chip for d in judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "1"}).devices] == [A100]
-    assert not judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).available
+    none = judge("a100-mig", {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert not none.available
+    assert none.reason.endswith("see nvidia-smi -L for their UUIDs")
 
 
 # ------------------------------------------------------------------------------------------------ mixed models

@@ -14,6 +14,7 @@ from accelbridge.errors import ConfigError
 from accelbridge.portable import recorded_collectives
 from accelbridge.portable.lowerings import select
 from accelbridge.portable.process_group import devices_of
+from accelbridge_cuda.backend import CudaBackend
 from accelbridge_cuda.collectives import LOWERINGS, CudaCollectives
 from accelbridge_cuda.device import CudaDevice
 from accelbridge_cuda.options import CudaOptions
@@ -96,6 +97,12 @@ def test_an_nccl2_that_torch_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nccl2 asked; torch 2\.13\.0 has none, 2\.14 is the first"):
         CudaCollectives(CudaOptions(nccl="nccl2"), "2.13.0")
     assert CudaCollectives(CudaOptions(nccl="nccl2"), "2.14.0").library == "nccl2"
+
+
+def test_collectives_are_those_of_the_assumed_torch() -> None:
+    assumed = CudaBackend(CudaOptions(nccl="nccl2"))
+    assumed.host = CudaBackend.assume("h100", 8, {"torch": "2.14.0"})
+    assert assumed.collectives.library == "nccl2"
 
 
 @pytest.mark.parametrize(("check", "lowerings"), [(False, []), (True, []), (False, ["fp8_bytes"])])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from accelbridge.backend import FULL, Implementation, Mask, Request, Support, unsupported
 from accelbridge.errors import BackendError, Unsupported
-from accelbridge.portable.known_bad import refusal
+from accelbridge.portable.known_bad import at_least, refusal
 from accelbridge.portable.sdpa import Kernel, candidate
 from accelbridge_rocm.facts import ARCHITECTURES
 from accelbridge_rocm.rules import RULES
@@ -52,7 +52,11 @@ def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Imple
     def against(name: str) -> Callable[[Request], Support | None]:
         return lambda request: refusal(RULES, name, request, architecture, software)
 
-    flash, efficient = (replace(kernel, dense_values=dense) for kernel in (FLASH, EFFICIENT))
+    # AOTriton's backward kernels of AITER add in any order; torch can rule them out from AOTriton 0.12 on, whose option
+    # for it (ROCm/aotriton#134) torch 2.13 uses, by a patch of a distribution that builds it (its source was not read);
+    # of older ones it is not known.
+    sure = known is not None and (not known.aiter or at_least(software.get("torch"), "2.13"))
+    flash, efficient = (replace(kernel, dense_values=dense, deterministic=sure) for kernel in (FLASH, EFFICIENT))
     # Whether torch was built with CK's kernels is told by torch alone, when it is bound.
     ck = replace(flash, name="ck", max_head_dim=128)
     return (

@@ -25,6 +25,7 @@ class RocmBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"ROCR_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = RocmOptions
+    versions: ClassVar[tuple[str, ...]] = ("torch", "rocm", "rccl")
     unused: ClassVar[Mapping[str, str]] = {
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
         "quantized already; as a product it calls hipBLASLt, as torch_scaled_mm does",
@@ -60,7 +61,7 @@ class RocmBackend(DescribedBackend):
     def collectives(self) -> Collectives:
         from accelbridge_rocm.collectives import RocmCollectives
 
-        return RocmCollectives(self._options)
+        return RocmCollectives(self._options, self.software.get("torch"))
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates

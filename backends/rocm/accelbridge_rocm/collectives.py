@@ -35,11 +35,12 @@ whose wheels were read."""
 
 
 class RocmCollectives(RecordedCollectives):
-    """``cpu:gloo,cuda:nccl``, where nccl is RCCL. Reductions over the fnuz formats are refused by torch itself."""
+    """``cpu:gloo,cuda:nccl``, where nccl is RCCL, of the torch that is installed or, for a plan that is only looked at,
+    of ``torch_version``. Reductions over the fnuz formats are refused by torch itself."""
 
-    def __init__(self, options: RocmOptions | None = None, torch_version: str = torch.__version__) -> None:
+    def __init__(self, options: RocmOptions | None = None, torch_version: str | None = None) -> None:
         options = options or RocmOptions()
-        self._torch = numbers(torch_version)
+        self._torch = numbers(torch_version or torch.__version__)
         lowerings = [LOWERINGS[name] for name in dict.fromkeys(options.lowerings)]
         super().__init__("cuda", "nccl", "rccl", lowerings, RECORDERS)
 

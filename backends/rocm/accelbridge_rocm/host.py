@@ -20,7 +20,10 @@ from accelbridge_rocm.kfd import Node, Reading
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 """The runtime below HIP hides devices by the first and numbers the rest anew; HIP hides more of those by the second, or
-by the third where the second is not set (ROCm documentation, GPU isolation techniques, 7.14)."""
+by the third where the second is not set (ROCm documentation, GPU isolation techniques, 7.14). In the first, numbers
+and UUIDs may be mixed, UUIDs may be cut short, and a device named twice ends the list (ROCR-Runtime,
+core/runtime/amd_filter_device.cpp); torch refuses a second list that is longer than the first (torch/cuda/__init__.py,
+_parse_visible_devices)."""
 INSTALL = "pytorch.org/get-started/locally"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 PRODUCTS = {
@@ -149,6 +152,13 @@ def _visible(nodes: Sequence[Node], environment: Mapping[str, str]) -> tuple[lis
             "them, or both to one value"
         )
         return [], [], problem
+    rocr = environment.get(ROCR)
+    if rocr is not None and hip is not None and hip.count(",") > rocr.count(","):
+        problem = (
+            f'{HIP}="{hip}" names more devices than {ROCR}="{rocr}" leaves, which torch refuses; name those that are '
+            f"left, numbered from 0, or unset {HIP}"
+        )
+        return [], [], problem
     remarks: list[str] = []
     left = list(nodes)
     for names in ((ROCR,), (HIP, CUDA)):
@@ -156,7 +166,8 @@ def _visible(nodes: Sequence[Node], environment: Mapping[str, str]) -> tuple[lis
         if name is None:
             continue
         text = environment[name]
-        shown = select(text, [_uuid(node) for node in left], "GPU-", abbreviated=False)
+        below = name == ROCR
+        shown = select(text, [_uuid(node) for node in left], "GPU-", abbreviated=below, free=below)
         left, before = [left[index] for index in shown.indices], len(left)
         again = f", of the {before} that {ROCR} leaves, numbered anew" if name != ROCR and ROCR in environment else ""
         if not left:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from accelbridge.backend import Implementation, Mask, Request
-from accelbridge.errors import BackendError, Unsupported
+from accelbridge.errors import BackendError, ConfigError, Unsupported
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.scalings import SCALINGS
 from accelbridge_rocm import attention, facts
@@ -165,6 +165,15 @@ def test_older_torch_is_refused_by_its_rules() -> None:
     assert named("gfx90a", {"torch": "2.6.0"})["efficient"].supports(CAUSAL)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "torch", "sure"),
+    [("gfx942", "2.13.0", True), ("gfx942", "2.12.1", False), ("gfx950", "2.9.1", False), ("gfx90a", "2.9.1", True)],
+)
+def test_backward_passes_that_add_in_any_order_are_not_deterministic(architecture: str, torch: str, sure: bool) -> None:
+    found = {each.name: each.deterministic for each in attention.candidates(architecture, {"torch": torch})}
+    assert (found["flash"], found["efficient"]) == (sure, sure)
+
+
 def test_ck_is_preferred_when_it_is_bound_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -241,6 +250,13 @@ def test_products_are_candidates_as_far_as_the_chip_has_them() -> None:
     assert list(found) == ["torch_scaled_mm", "transformer_engine", "torchao"]
     assert found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="row"))
     assert "ROCm" in found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="block1x128")).reason
+
+
+def test_an_assumed_version_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match='software "cuda" asked of backend "rocm"'):
+        RocmBackend.assume("mi300x", 1, {"cuda": "2.9"})
+    with pytest.raises(ConfigError, match='torch "new" asked; that is no version'):
+        RocmBackend.assume("mi300x", 1, {"torch": "new"})
 
 
 def test_facts_and_predicates_load_no_torch() -> None:
