@@ -169,6 +169,8 @@ def _resolve(
         plan = replace(plan, notes=(*plan.notes, _HOST_WAITS))
     if config.precision.compute == "float16":
         plan = replace(plan, notes=(*plan.notes, *_loss_scale_notes(config.precision.loss_scale)))
+    if target.devices is not None:  # an assumed host has no process
+        return plan
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
 
 

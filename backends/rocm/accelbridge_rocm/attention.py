@@ -57,8 +57,9 @@ def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Imple
     # of older ones it is not known.
     sure = known is not None and (not known.aiter or at_least(software.get("torch"), "2.13"))
     flash, efficient = (replace(kernel, dense_values=dense, deterministic=sure) for kernel in (FLASH, EFFICIENT))
-    # Whether torch was built with CK's kernels is told by torch alone, when it is bound.
-    ck = replace(flash, name="ck", max_head_dim=128)
+    # Whether torch was built with CK's kernels is told by torch alone, when it is bound; whether their backward pass is
+    # deterministic was not found.
+    ck = replace(flash, name="ck", max_head_dim=128, deterministic=False)
     return (
         candidate(flash, against("flash")),
         candidate(efficient, against("efficient")),
