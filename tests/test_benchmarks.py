@@ -92,7 +92,7 @@ def test_a_loop_that_dies_says_why(arms, tmp_path):
 SECTIONS = ("bandwidth", "gemm", "attention", "training", "graphs", "overhead", "conformance")
 
 
-@pytest.mark.parametrize("sections", [SECTIONS[:3], pytest.param(SECTIONS, marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize("sections", [SECTIONS[:1], pytest.param(SECTIONS, marks=pytest.mark.full)], ids=len)
 def test_the_program_for_an_accelerator_runs_through_in_miniature(sections, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), "--tiny", "--backend", "cpu", "--out", str(tmp_path)]
     asked = ["--sections", ",".join(sections)]

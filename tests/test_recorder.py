@@ -101,7 +101,11 @@ def recorded_by_torch(ctx: Rank) -> list[dict[str, Any]]:
 
     dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.size)
     dist.all_reduce(torch.ones(2, 3))
-    found = recorder.read(("_no_such_function", "_dump_fr_trace"))
+    found: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 10  # the group's own thread marks a call as finished, a little after it has returned
+    while time.monotonic() < deadline and not (found and all(call["state"] == "finished" for call in found)):
+        found = recorder.read(("_no_such_function", "_dump_fr_trace"))
+        time.sleep(0.05)
     dist.destroy_process_group()
     return found
 
