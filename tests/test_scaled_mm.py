@@ -17,6 +17,10 @@ from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.quantized import QuantizedTensor, block_counts
 from accelbridge.precision.scalings import SCALINGS
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "scaled_mm"), reason="torch.nn.functional.scaled_mm is there from torch 2.10 on"
+)
+
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 EMULATED = EmulatedFp8("test")
 
