@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelbridge.backend import Request
+from accelbridge.backend import Implementation, Request, Support
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.models.shapes import decoder_linears
@@ -114,23 +114,18 @@ def _rows(recipe: Fp8Recipe, target: Target) -> list[OpChoice]:
 def _row(op: str, request: Request, delayed: bool, target: Target) -> OpChoice:
     """One product: the first of the backend's candidates where the chip has it, else the emulation."""
     cell = target.capabilities.support(request.op, request.dtype, request.variant)
-    names = [each for each in target.backend.implementations() if each.op == request.op]
-    chosen, rejected = "", list[Rejected]()
-    for candidate in names:
-        support = candidate.supports(request)
-        if chosen or not support:
-            rejected.append(Rejected(candidate.name, support.reason or f"{chosen} comes first and serves this run"))
-        elif cell.level != "full":
-            rejected.append(Rejected(candidate.name, cell.reason))
-        else:
-            chosen = candidate.name
-    if cell.level == "emulated":
+    candidates = [each for each in target.backend.implementations() if each.op == request.op]
+    objections = {each.name: _objection(each, request, cell) for each in candidates}
+    if cell.level == "full":
+        chosen = next((name for name, why in objections.items() if not why), f"{target.backend.name} scaled_mm")
+        objections |= {_EMULATED: ""} if candidates else {}
+    else:
         chosen = _EMULATED
-    elif names:
-        rejected.append(Rejected(_EMULATED, f"{chosen} comes first and serves this run"))
+    first = f"{chosen} comes first and serves this run"
+    rejected = [Rejected(name, why or first) for name, why in objections.items() if name != chosen]
     return OpChoice(
         op,
-        chosen or f"{target.backend.name} scaled_mm",
+        chosen,
         {
             "operands": request.dtype,
             "scales": f"{request.variant}, delayed" if delayed else request.variant,
@@ -140,6 +135,14 @@ def _row(op: str, request: Request, delayed: bool, target: Target) -> OpChoice:
         tuple(rejected),
         cell.reason,
     )
+
+
+def _objection(candidate: Implementation, request: Request, cell: Support) -> str:
+    """Why ``candidate`` cannot serve ``request``, of which the chip's table says ``cell``; "" where it can."""
+    own = candidate.supports(request)
+    if not own:
+        return own.reason
+    return "" if cell.level == "full" else cell.reason
 
 
 _EMULATED = "emulated"

@@ -193,14 +193,15 @@ def _blocks(name: str, a: str, b: str, scaling: str, software: Mapping[str, str]
     if not at_least(software.get("cuda"), "12.9"):
         found = software.get("cuda", "an unknown one")
         return _emulated(f"1x128 and 128x128 scales need cuBLASLt of CUDA 12.9 or later, not {found}")
+    if not at_least(software.get("torch"), "2.10"):  # torch 2.9.1, _meta_registrations.py, meta_scaled_mm
+        return _emulated("1x128 and 128x128 scales are unknown to torch's own check of scaled_mm before 2.10")
     if scaling == "block128x128":
         return _emulated("cuBLASLt multiplies 128x128 blocks with 1x128 ones only")
     rows = Limit("m", multiple=4)  # scales of rows lie side by side, in strides of 16 bytes
     if scaling == "block1x128":
         return Support("full", limits=(rows, Limit("k", multiple=128), Limit("n", multiple=16)))
     # torch.nn.functional.scaled_mm pads scales along K to a multiple of 4; torch._scaled_mm does not (see portable).
-    padded = a == b and at_least(software.get("torch"), "2.10")
-    return Support("full", limits=(rows, Limit("k", multiple=128 if padded else 512), Limit("n", multiple=128)))
+    return Support("full", limits=(rows, Limit("k", multiple=128 if a == b else 512), Limit("n", multiple=128)))
 
 
 def outputs(architecture: str, software: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -8,9 +8,9 @@ sockets. What differs by site (interfaces, adapters, traffic classes) is the use
 from __future__ import annotations
 
 from accelbridge.backend import Profile
+from accelbridge.portable.libfabric import CXI, CXI_SOURCE
 
 _NCCL = "NCCL 2.30.7 user guide, Environment Variables"
-_HPE = "HewlettPackard/shs-ccl-docs, ccl_env.sh of 2026-04-30 (438fcce)"
 _OFI = "aws-ofi-nccl, the NCCL plugin for libfabric"
 
 PROFILES = {
@@ -44,17 +44,9 @@ PROFILES = {
             "NCCL_CROSS_NIC": "1",
             "NCCL_NET_GDR_LEVEL": "PHB",
             "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
-            "FI_MR_CACHE_MONITOR": "userfaultfd",
-            "FI_CXI_DISABLE_HOST_REGISTER": "1",
-            "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-            "FI_CXI_DEFAULT_TX_SIZE": "2048",
-            "FI_CXI_RDZV_PROTO": "alt_read",
-            "FI_CXI_RDZV_EAGER_SIZE": "0",
-            "FI_CXI_RDZV_THRESHOLD": "0",
-            "FI_CXI_RDZV_GET_MIN": "0",
-            "FI_CXI_RX_MATCH_MODE": "hybrid",
+            **CXI,
         },
-        f"{_HPE}; without some of these GPUDirect traffic can be corrupted (NVIDIA/nccl#2001)",
+        f"{CXI_SOURCE}; without some of these GPUDirect traffic can be corrupted (NVIDIA/nccl#2001)",
         needs=f"{_OFI}, and srun --network=disable_rdzv_get",
     ),
     "nvl72": Profile(

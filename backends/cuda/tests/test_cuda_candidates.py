@@ -108,9 +108,11 @@ def test_products(architecture: str, formats: str, scaling: str, level: str, why
     assert (found.level, why in found.reason) == (level, True)
 
 
-def test_blocks_and_mx_need_their_cuda() -> None:
+def test_blocks_and_mx_need_their_cuda_and_torch() -> None:
     for version, level in (("12.8", "emulated"), ("12.9", "full"), ("13.0", "full")):
         assert cell("sm90", facts.E4M3, BLOCKS, {**NOW, "cuda": version}).level == level
+    for version, level in (("2.9.1", "emulated"), ("2.10.0", "full")):
+        assert cell("sm90", facts.E4M3, BLOCKS, {**NOW, "torch": version}).level == level
     for version, level in (("12.6", "emulated"), ("12.8", "full")):
         assert cell("sm100", facts.E4M3, "mx", {**NOW, "cuda": version}).level == level
     assert "an unknown one" in cell("sm90", facts.E4M3, BLOCKS, {"torch": "2.13.0"}).reason
@@ -122,10 +124,9 @@ def _multiple_of_k(formats: str, torch: str) -> int:
 
 
 def test_limits_are_those_of_the_call_that_serves_the_pair() -> None:
-    """The private call, which serves mixed pairs and all of torch 2.9, pads no 128x128 scales."""
+    """The private call, which serves mixed pairs, pads no 128x128 scales."""
     assert _multiple_of_k(facts.E4M3, "2.13.0+cu130") == 128
     assert _multiple_of_k(PAIR, "2.13.0") == 512
-    assert _multiple_of_k(facts.E4M3, "2.9.1") == 512
 
 
 @pytest.mark.parametrize(("architecture", "cuda", "dtypes"), [

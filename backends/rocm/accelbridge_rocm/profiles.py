@@ -7,10 +7,10 @@ profile names them. What differs by site (interfaces, adapters) is the user's en
 from __future__ import annotations
 
 from accelbridge.backend import Profile
+from accelbridge.portable.libfabric import CXI, CXI_SOURCE
 
 _TIPS = "RCCL documentation, RCCL usage tips, ROCm 7.14"
 _NCCL = "NCCL 2.30.7 user guide, Environment Variables, which RCCL follows"
-_HPE = "HewlettPackard/shs-ccl-docs, ccl_env.sh of 2026-04-30 (438fcce), which is for RCCL as well"
 
 PROFILES = {
     "single-node": Profile(
@@ -29,17 +29,9 @@ PROFILES = {
             "NCCL_CROSS_NIC": "1",
             "NCCL_NET_GDR_LEVEL": "PHB",
             "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
-            "FI_MR_CACHE_MONITOR": "userfaultfd",
-            "FI_CXI_DISABLE_HOST_REGISTER": "1",
-            "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-            "FI_CXI_DEFAULT_TX_SIZE": "2048",
-            "FI_CXI_RDZV_PROTO": "alt_read",
-            "FI_CXI_RDZV_EAGER_SIZE": "0",
-            "FI_CXI_RDZV_THRESHOLD": "0",
-            "FI_CXI_RDZV_GET_MIN": "0",
-            "FI_CXI_RX_MATCH_MODE": "hybrid",
+            **CXI,
         },
-        _HPE,
+        CXI_SOURCE,
         needs="aws-ofi-nccl built for RCCL, and srun --network=disable_rdzv_get",
     ),
     "mi300x-full": Profile(
