@@ -17,13 +17,14 @@ from accelbridge.kernels import flash_backward as backward_kernels
 from accelbridge.kernels import flash_common as common
 from accelbridge.kernels import flash_forward as forward_kernels
 from accelbridge.kernels.flash_candidate import BLOCKS_D, DTYPES, LONGEST, variant
-from accelbridge.kernels.tiles import tile
+from accelbridge.kernels.tiles import Tile, bound, tile
 from accelbridge.ops.dot_product import check_attention
 
 _SMALLEST = 2.0**-126
 """The least normal number of float32: a scale below it counts as 0."""
 _WIDEST = 2**23
 """Strides of rows up to which offsets within a tile, of at most 2^8 rows, are int32."""
+_NUMBERS = "_document_numbers"
 _PADDED = 128
 """A multiple of every tile of queries."""
 
@@ -50,8 +51,7 @@ def attention(
     keys = k_BGSD.shape[2]
     window = None if mask.window is None or mask.window >= keys else mask.window
     factor = q_BHSD.shape[3] ** -0.5 if scale is None else float(scale)
-    ids = None if mask.segments_BS is None else _whole_numbers(mask.segments_BS)
-    out, lse = flash_forward(q_BHSD, k_BGSD, v_BGSD, ids, mask.causal, window, factor, softcap)
+    out, lse = flash_forward(q_BHSD, k_BGSD, v_BGSD, _numbers(mask), mask.causal, window, factor, softcap)
     return (out, lse) if return_lse else out
 
 
@@ -74,18 +74,41 @@ def _check_served(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _whole_numbers(segments: Tensor) -> Tensor:
-    if segments.dtype in (torch.int32, torch.int64):
+def _numbers(mask: Mask) -> Tensor | None:
+    """Segment ids in int32, which are half the registers of int64. Kept in the mask, which all layers share."""
+    segments = mask.segments_BS
+    if segments is None or segments.dtype == torch.int32:
         return segments
-    if segments.dtype.is_floating_point or segments.dtype.is_complex:
+    if segments.dtype.itemsize < 4 and not segments.dtype.is_floating_point:
+        return segments.to(torch.int32)
+    if segments.dtype != torch.int64:
         raise Unsupported(
             f"attention asked with segment ids in {segments.dtype}; the portable kernel compares integers; number the "
             "documents in int32 or int64"
         )
-    return segments.to(torch.int32)
+    if torch.compiler.is_compiling():
+        return document_numbers(segments)
+    kept = vars(mask).get(_NUMBERS)
+    if kept is None:
+        kept = vars(mask)[_NUMBERS] = document_numbers(segments)
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------------ custom ops
+
+
+@torch.library.custom_op("accelbridge::document_numbers", mutates_args=())
+def document_numbers(segments: Tensor) -> Tensor:
+    """int32 [B, S]: each id's place among the ids of its row, equal for equal ids, whatever they are."""
+    ids, order = segments.sort(dim=-1)
+    begins = torch.zeros_like(ids, dtype=torch.int32)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.empty_like(begins).scatter_(1, order, begins.cumsum(-1, dtype=torch.int32))
+
+
+@document_numbers.register_fake
+def _(segments: Tensor) -> Tensor:
+    return torch.empty_like(segments, dtype=torch.int32)
 
 
 @torch.library.custom_op("accelbridge::flash_forward", mutates_args=())
@@ -99,14 +122,14 @@ def flash_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, H, S, D], lse [B, H, S] in float32) of q [B, H, S, D], k and v [B, G, S, D] and integer ids [B, S]."""
+    """(out [B, H, S, D], lse [B, H, S] in float32) of q [B, H, S, D], k and v [B, G, S, D] and int32 ids [B, S]."""
     out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if 0 in q.shape or 0 in k.shape:
         return out.zero_(), lse.fill_(-torch.inf)
     q, scale, _ = _with_positive_scale(q, scale)
     q, k, v = _dense(q), _dense(k), _dense(v)
     shape = _Shape(q, k)
-    how = tile(f"flash_forward.{variant(shape.head_dim, shape.dtype)}")
+    how = shape.tile("flash_forward", softcap)
     segments, spans = _spans(segments, how.blocks["QUERIES"])
     forward_kernels.flash_forward[shape.programs(how, "QUERIES")](
         q, k, v, segments, spans, out, lse, *_strides(q, k, v, out), *shape.sizes, scale, softcap or 1.0, window or 0,
@@ -141,7 +164,6 @@ def flash_backward(
     q, scale, sign = _with_positive_scale(q, scale)
     q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
     shape = _Shape(q, k)
-    kind = variant(shape.head_dim, shape.dtype)
     rows = triton.cdiv(shape.queries, _PADDED) * _PADDED
     delta, exponent = (lse.new_empty((*lse.shape[:2], rows)) for _ in range(2))
     how = tile("flash_delta")
@@ -152,12 +174,12 @@ def flash_backward(
         **shape.constants, DLSE=dlse is not None, **how.launch)  # fmt: skip
     flags = _flags(causal, window, segments, softcap)
     rest = (*shape.sizes, rows, scale, softcap or 1.0, window or 0)
-    how = tile(f"flash_backward_dq.{kind}")
+    how = shape.tile("flash_backward_dq", softcap)
     segments, spans = _spans(segments, how.blocks["QUERIES"])
     backward_kernels.flash_backward_dq[shape.programs(how, "QUERIES")](
         q, k, v, dout, exponent, delta, segments, spans, dq, *_strides(q, k, v, dout, dq), *rest,
         **shape.constants, **flags, **how.launch)  # fmt: skip
-    how = tile(f"flash_backward_dkdv.{kind}")
+    how = shape.tile("flash_backward_dkdv", softcap)
     segments, spans = _spans(segments, how.blocks["KEYS"])
     backward_kernels.flash_backward_dkdv[shape.programs(how, "KEYS")](
         q, k, v, dout, exponent, delta, segments, spans, dk, dv, *_strides(q, k, v, dout, dk, dv), *rest,
@@ -205,7 +227,13 @@ class _Shape:
     def constants(self) -> dict[str, int]:
         return {"HEAD_DIM": self.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim))}
 
-    def programs(self, how: Any, block: str) -> tuple[int]:
+    def tile(self, kernel: str, softcap: float | None) -> Tile:
+        """Of ``kernel`` for such heads; a chip may have another one for capped scores, which take more registers."""
+        name = f"{kernel}.{variant(self.head_dim, self.dtype)}"
+        capped = f"{name}.softcap"
+        return tile(capped if softcap is not None and capped in bound() else name)
+
+    def programs(self, how: Tile, block: str) -> tuple[int]:
         """The grid: tiles of queries of each head, or of keys of each key/value head."""
         rows, heads = (self.queries, self.heads) if block == "QUERIES" else (self.keys, self.groups)
         count = triton.cdiv(rows, how.blocks[block]) * heads * self.batch
@@ -270,6 +298,11 @@ def _splits(q: Any, k: Any, segments: Any) -> list[tuple[Placement, Placement | 
     whole = k.shape[1] % q.mesh.size() == 0
     heads: list[Placement] = [Replicate(), Shard(0), *([Shard(1)] if whole else [])]
     return [(each, None if segments is None else Replicate() if each == Shard(1) else each) for each in heads]
+
+
+@register_sharding(torch.ops.accelbridge.document_numbers.default)
+def _(segments: Any) -> list[tuple[list[Any], list[Any]]]:
+    return [([each], [each]) for each in (Replicate(), Shard(0))]
 
 
 @register_sharding(torch.ops.accelbridge.flash_forward.default)

@@ -132,8 +132,11 @@ def flash_backward_dkdv(
     heads, groups, queries, keys, rows, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DV_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of k and v, one program per tile of keys and key/value head, over all query heads of its group.
+    """Gradients of k and v, one program per tile of keys and key/value head, over all query heads of its group. Whether
+    dv is multiplied before the gradient of the scores is known or after it, DV_LAST, changes nothing but how many
+    registers a compiler takes.
 
     Floor: reads q, k, v and dout, and writes dk and dv, once: ``(2 H Sq + 4 G Sk) B D`` elements; four products of
     ``2 D`` operations, ``8 D`` for each pair of a query and a key that it sees.
@@ -177,6 +180,7 @@ def flash_backward_dkdv(
         delta = tl.load(delta_ptr + (batch * heads + head) * rows + row)
         # Transposed, [KEYS, QUERIES], so that the softmax enters its product as it is.
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+        dsoftmax = tl.dot(v, tl.trans(dout), input_precision="ieee")  # here it costs the fewest registers
         if SOFTCAP:
             capped = tanh(scores * (scale / softcap))
             softmax = tl.math.exp2(capped * (softcap * LOG2E) - exponent[None, :])
@@ -192,10 +196,13 @@ def flash_backward_dkdv(
             if (at < whole) | (at + QUERIES > whole_end):
                 seen = sees((row + shift)[None, :], key[:, None], keys, window, 0, 0, CAUSAL, WINDOW, SEGMENTS)
                 softmax = tl.where(seen, softmax, 0.0)
-        dv = tl.dot(softmax.to(dout.dtype), dout, dv, input_precision="ieee")
-        dscores = softmax * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+        if not DV_LAST:
+            dv = tl.dot(softmax.to(dout.dtype), dout, dv, input_precision="ieee")
+        dscores = softmax * (dsoftmax - delta[None, :])
         if SOFTCAP:
             dscores *= 1.0 - capped * capped
+        if DV_LAST:
+            dv = tl.dot(softmax.to(dout.dtype), dout, dv, input_precision="ieee")
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     dk_ptr += batch * dk_stride_b + group.to(tl.int64) * dk_stride_h
     dv_ptr += batch * dv_stride_b + group.to(tl.int64) * dv_stride_h

@@ -113,7 +113,7 @@ def document_spans(segments_ptr, spans_ptr, length, BLOCK: tl.constexpr, CHUNK: 
     tile's least and largest. None outside has a document in common with the tile; where documents lie one after the
     other, that leaves little more than those the tile is part of.
 
-    Segments [B, length] of any integer, contiguous; spans int32 [B, tiles, 2]. One program per tile and batch row.
+    Segments int32 [B, length], contiguous; spans int32 [B, tiles, 2]. One program per tile and batch row.
     Moves ``B * tiles * length`` ids through the caches, which is ``1 / (H * D)`` of the operations of attention itself.
     """
     tiles = tl.cdiv(length, BLOCK)
