@@ -16,7 +16,7 @@ from accelbridge.errors import Unsupported
 from accelbridge.kernels import flash_backward as backward_kernels
 from accelbridge.kernels import flash_common as common
 from accelbridge.kernels import flash_forward as forward_kernels
-from accelbridge.kernels.flash_candidate import BLOCKS_D, DTYPES, LONGEST, variant
+from accelbridge.kernels.flash_candidate import BLOCKS_D, DTYPES, LONGEST, tile_name, variant
 from accelbridge.kernels.tiles import Tile, bound, tile
 from accelbridge.ops.dot_product import check_attention
 
@@ -129,11 +129,12 @@ def flash_forward(
     q, scale, _ = _with_positive_scale(q, scale)
     q, k, v = _dense(q), _dense(k), _dense(v)
     shape = _Shape(q, k)
-    how = shape.tile("flash_forward", softcap)
+    flags = _flags(causal, window, segments, softcap)
+    how = shape.tile("flash_forward", flags)
     segments, spans = _spans(segments, how.blocks["QUERIES"])
     forward_kernels.flash_forward[shape.programs(how, "QUERIES")](
         q, k, v, segments, spans, out, lse, *_strides(q, k, v, out), *shape.sizes, scale, softcap or 1.0, window or 0,
-        **shape.constants, **_flags(causal, window, segments, softcap), **how.launch)  # fmt: skip
+        **shape.constants, **flags, **how.launch)  # fmt: skip
     return out, lse
 
 
@@ -174,12 +175,12 @@ def flash_backward(
         **shape.constants, DLSE=dlse is not None, **how.launch)  # fmt: skip
     flags = _flags(causal, window, segments, softcap)
     rest = (*shape.sizes, rows, scale, softcap or 1.0, window or 0)
-    how = shape.tile("flash_backward_dq", softcap)
+    how = shape.tile("flash_backward_dq", flags)
     segments, spans = _spans(segments, how.blocks["QUERIES"])
     backward_kernels.flash_backward_dq[shape.programs(how, "QUERIES")](
         q, k, v, dout, exponent, delta, segments, spans, dq, *_strides(q, k, v, dout, dq), *rest,
         **shape.constants, **flags, **how.launch)  # fmt: skip
-    how = shape.tile("flash_backward_dkdv", softcap)
+    how = shape.tile("flash_backward_dkdv", flags)
     segments, spans = _spans(segments, how.blocks["KEYS"])
     backward_kernels.flash_backward_dkdv[shape.programs(how, "KEYS")](
         q, k, v, dout, exponent, delta, segments, spans, dk, dv, *_strides(q, k, v, dout, dk, dv), *rest,
@@ -227,11 +228,9 @@ class _Shape:
     def constants(self) -> dict[str, int]:
         return {"HEAD_DIM": self.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim))}
 
-    def tile(self, kernel: str, softcap: float | None) -> Tile:
-        """Of ``kernel`` for such heads; a chip may have another one for capped scores, which take more registers."""
-        name = f"{kernel}.{variant(self.head_dim, self.dtype)}"
-        capped = f"{name}.softcap"
-        return tile(capped if softcap is not None and capped in bound() else name)
+    def tile(self, kernel: str, flags: dict[str, bool]) -> Tile:
+        kind, masked = variant(self.head_dim, self.dtype), flags["WINDOW"] or flags["SEGMENTS"]
+        return tile(tile_name(kernel, kind, masked, flags["SOFTCAP"], bound()))
 
     def programs(self, how: Tile, block: str) -> tuple[int]:
         """The grid: tiles of queries of each head, or of keys of each key/value head."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from accelbridge.backend import FULL, Implementation, Request, Support, unsupported
@@ -21,6 +21,15 @@ def variant(head_dim: int, dtype: str) -> str:
     """Of the tiles: ``"128"``, and ``"128.float32"`` where products of float32 take other ones."""
     block = next(block for block in BLOCKS_D if head_dim <= block)
     return f"{block}.float32" if dtype == "float32" else str(block)
+
+
+def tile_name(kernel: str, kind: str, masked: bool, capped: bool, shipped: Collection[str]) -> str:
+    """The tile of ``kernel`` for heads of ``kind``, a :func:`variant`. Windows or segments, and caps, take registers: a
+    chip may ship tiles of their own for them, ``"<kernel>.<kind>.masked"`` and ``".softcap"``."""
+    plain = f"{kernel}.{kind}"
+    own = [f"{plain}.softcap"] if capped else []
+    own += [f"{plain}.masked"] if masked else []
+    return next((name for name in own if name in shipped), plain)
 
 
 def flash_attention(

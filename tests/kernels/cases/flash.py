@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, variant
+from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, tile_name, variant
 from tests.kernels.aot import TARGETS, Case, tiles_of
 
 FORWARD, BACKWARD, COMMON = (f"accelbridge.kernels.flash_{name}" for name in ("forward", "backward", "common"))
@@ -59,9 +59,8 @@ def _case(
     block = next(block for block in BLOCKS_D if dim <= block)
     constants = {**flags, **absent, "HEAD_DIM": dim, "BLOCK_D": block, **sizes}
     module = FORWARD if kernel == "flash_forward" else BACKWARD
-    name = f"{kernel}.{variant(dim, dtype)}"
-    if flags["SOFTCAP"] and f"{name}.softcap" in tiles_of(TARGETS[target])[0]:
-        name += ".softcap"
+    shipped, masked = tiles_of(TARGETS[target])[0], flags["WINDOW"] or flags["SEGMENTS"]
+    name = tile_name(kernel, variant(dim, dtype), masked, flags["SOFTCAP"], shipped)
     by = {"bfloat16": "bf16", "float32": "fp32" if TARGETS[target].backend == "hip" else ""}[dtype]
     label = f"{mask}, {more}" if more else mask
     sampled = kernel == "flash_backward_dkdv" and dim == 128 and label == "documents, window"
