@@ -30,6 +30,7 @@ def decoder_requests(model: ModelConfig, dtype: str, seq_len: int, document_mask
     ]
 
 
-def loss_request(dtype: str, split: bool) -> Request:
-    """Next-token loss; ``split``: of logits that stay split along the vocabulary."""
-    return Request("vocab_parallel_cross_entropy" if split else "cross_entropy", dtype)
+def loss_request(dtype: str, split: bool, chunked: bool = False) -> Request:
+    """Next-token loss; ``split``: of logits that stay split along the vocabulary; ``chunked``: that never exist
+    whole."""
+    return Request(f"{'vocab_parallel_' * split}{'linear_' * chunked}cross_entropy", dtype)

@@ -74,6 +74,11 @@ def plan_run(
     backend = target.backend
     network = resolve_network(config.backend.profile, backend.name, backend.collectives, environment)
     fp8 = plan_fp8(config, target, layout, microbatch * config.train.seq_len, provided)
+    if fp8 is not None and config.memory.chunked_loss and config.model and "head" in fp8.filtered.chosen:
+        raise ConfigError(
+            'memory.chunked_loss asked with an output projection in fp8, of which it can make no part; add "head" to '
+            "precision.fp8.exclude, or leave chunked_loss out"
+        )
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
@@ -112,8 +117,9 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     assert setting.budget is not None
     shape = (microbatch, config.train.seq_len)
     activations = measure(
-        config.model, layout, shape, config.precision.arithmetic, plan.loaders, segments=config.data.document_mask
-    )
+        config.model, layout, shape, config.precision.arithmetic, plan.loaders,
+        segments=config.data.document_mask, chunked_loss=config.memory.chunked_loss,
+    )  # fmt: skip
     return choose(activations, config.model.layers, setting.budget)
 
 
@@ -144,7 +150,7 @@ def _resolve(
     dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
-    loss = [] if provided.loss else [loss_request(dtype, split)]
+    loss = [] if provided.loss else [loss_request(dtype, split, config.memory.chunked_loss)]
     shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
     notes = [*([target.note] if target.note else []), *provided.notes]
     if shapes is not None:
