@@ -182,8 +182,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, ignore_index: int = -100
     """See :func:`accelbridge.ops.cross_entropy`; float32, bfloat16 and float16. The logits themselves are kept for the
     backward pass, and nothing of their size besides.
 
-    A target outside of the vocabulary gives NaN: to raise, the host would have to wait. Raises ``ValueError`` for shapes
-    that don't fit, ``Unsupported`` for other dtypes.
+    A target outside of the vocabulary gives NaN: to raise, the host would have to wait. Raises ``ValueError`` for
+    shapes that don't fit, ``Unsupported`` for other dtypes.
     """
     check_cross_entropy("cross_entropy", logits_NV, targets_N)
     check_dtype("cross_entropy", logits_NV)

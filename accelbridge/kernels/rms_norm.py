@@ -5,8 +5,8 @@ R rows of D elements of b bytes. Floors, with nothing else to read or write:
     forward     bytes  2 R D b + D b_w + 4 R             operations  4 R D
     backward    bytes  3 R D b + D b_w + 4 R + 8 P D     operations  9 R D
 
-b_w: bytes of an element of the weight; P: programs of the backward pass, each of which leaves one float32 row of partial
-sums. The rows of a program, and their order, follow from R and the tile alone: the same bits every time.
+b_w: bytes of an element of the weight; P: programs of the backward pass, each of which leaves one float32 row of
+partial sums. The rows of a program, and their order, follow from R and the tile alone: the same bits every time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def rms_norm_backward(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     there = column < columns
-    w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(program, tl.cdiv(rows, ROWS), PROGRAMS):
         row = tl.cast(step, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -60,11 +59,12 @@ def rms_norm_backward(
         given = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         normal = wide * scale
+        total += tl.sum(given * normal, 0)
+        w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # again each step: registers are scarcer
         weighted = given * w[None, :]
         mean = tl.sum(normal * weighted, 1) / columns
         out = (weighted - normal * mean[:, None]) * scale
         tl.store(dx + row[:, None] * columns + column[None, :], out.to(dx.dtype.element_ty), mask=mask)
-        total += tl.sum(given * normal, 0)
     tl.store(partial + program.to(tl.int64) * columns + column, total, mask=there)
 
 

@@ -140,8 +140,8 @@ def _merged(a: Parts, b: Parts) -> Parts:
 
 
 def _rescaled(parts: Parts, peak_N: Tensor) -> Tensor:
-    """The sum of exponentials with ``peak_N`` subtracted instead; where that is -inf, nothing but -inf was seen, and the
-    sum stays 0."""
+    """The sum of exponentials with ``peak_N`` subtracted instead. Where that is -inf, nothing but -inf was seen, and
+    the sum stays 0."""
     return parts[1] * torch.exp(parts[0] - torch.where(peak_N == -torch.inf, 0.0, peak_N))
 
 

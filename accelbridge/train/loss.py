@@ -77,9 +77,10 @@ class NextTokenLoss:
         self._chunked = chunked
         if chunked and self._targets is None:
             raise ConfigError(
-                f"memory.chunked_loss asked; the forward of {type(model).__name__} takes no targets, so it cannot return "
-                "the loss in place of logits; give it a parameter targets (int64 [B, S], -100: not counted), with which "
-                "it returns accelbridge.ops.linear_cross_entropy of its last activations, or leave chunked_loss out"
+                f"memory.chunked_loss asked; the forward of {type(model).__name__} takes no targets, so it cannot "
+                "return the loss in place of logits; give it a parameter targets (int64 [B, S], -100: not counted), "
+                "with which it returns accelbridge.ops.linear_cross_entropy of its last activations, or leave "
+                "chunked_loss out"
             )
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelbridge.agreement import flatten
 from accelbridge.backend import Request, World
 from accelbridge.data.store import TokenStore
+from accelbridge.errors import ConfigError
 from accelbridge.memory import choice
 from accelbridge.memory.choice import Recompute
 from accelbridge.memory.config import Selective

@@ -60,7 +60,7 @@ def rounded(exact: Array, u: float, error: Array) -> Near:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Near, Near, Near]:
-    """y, and the gradients of x and of the weight. A sum of D squares has no cancellation; the root halves its error."""
+    """y, and the gradients of x and of the weight. In a sum of D squares nothing cancels; the root halves its error."""
     X, W, G, u = wide(x), wide(weight), wide(grad), U[x.dtype]
     rows, d = X.shape
     r = 1 / np.sqrt((X**2).mean(-1, keepdims=True) + eps)

@@ -1,4 +1,4 @@
-"""Kernels of layers and losses with one defect each: the checks must see it, by what they compare and not by a crash."""
+"""Kernels of layers and losses with one defect each: the checks must see it by what they compare, not by a crash."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ MUTANTS = [
            "(tl.exp(x - tl.load(lse + row)) - tl.where(hit, 1.0, 0.0)) * scale",
            "tl.exp(x - tl.load(lse + row)) * scale - tl.where(hit, 1.0, 0.0)", _loss),
     Mutant("the target one column to the right", cross_entropy,
-           "hit = column == tl.load(targets + row) - first", "hit = column == tl.load(targets + row) - first + 1", _loss),
+           "hit = column == tl.load(targets + row) - first",
+           "hit = column == tl.load(targets + row) - first + 1", _loss),
     Mutant("gradients of ignored tokens", cross_entropy,
            "factor = torch.where(targets != ignore_index, grad, 0.0)\n    return",
            "factor = torch.where(targets == targets, grad, 0.0)\n    return", _loss),
