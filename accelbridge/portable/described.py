@@ -26,6 +26,7 @@ from accelbridge.errors import ConfigError, did_you_mean
 from accelbridge.portable.known_bad import at_least
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -46,6 +47,15 @@ class DescribedBackend(Backend):
     @abstractmethod
     def attention_candidates(self) -> Sequence[Implementation]:
         """Candidates for ``attention`` on :attr:`here` with :attr:`software`, best first."""
+
+    def tiles(self) -> Mapping[str, Tile]:
+        """How the kernels of :mod:`accelbridge.kernels` are compiled for the chip of :attr:`here`; none, where they
+        are not."""
+        return {}
+
+    @abstractmethod
+    def architecture(self) -> str:
+        """Of the chip of :attr:`here`, by its compiler's name."""
 
     @abstractmethod
     def conventions(self, public: bool) -> Conventions:
@@ -99,10 +109,12 @@ class DescribedBackend(Backend):
         return SdpaAttention(self.attention_candidates())
 
     def implementations(self) -> Sequence[Implementation]:
+        from accelbridge.kernels.candidates import layers
         from accelbridge.portable.adamw import FUSED_ADAMW
 
+        ours = layers(self.architecture(), self.tiles(), self.software)
         unused = (_unused(package, why) for package, why in self.unused.items())
-        return (self._product(), *unused, *self.attention.implementations(), FUSED_ADAMW)
+        return (self._product(), *unused, *self.attention.implementations(), *ours, FUSED_ADAMW)
 
     def _product(self) -> Implementation:
         def supports(request: Request) -> Support:

@@ -134,7 +134,8 @@ def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> Ex
 
 def _decoder_requests(config: TrainConfig) -> list[Request]:
     assert config.model is not None, "prepare() checked it"
-    return decoder_requests(config.model, config.precision.arithmetic, config.train.seq_len, config.data.document_mask)
+    dtype, train = config.precision.arithmetic, config.train
+    return decoder_requests(config.model, dtype, train.seq_len, config.data.document_mask, train.compile)
 
 
 def _resolve(

@@ -19,6 +19,8 @@ from accelbridge.ops import chunked_losses
 from tests.kernels import layer_checks as check
 from tests.kernels.layer_bounds import DTYPES, KINDS, data
 from tests.kernels.layer_checks import IGNORED, TILES, gradient, leaf
+from tests.kernels.layers_on_two import on_two
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +274,7 @@ def test_compiles_as_one_graph(name: str) -> None:
         results.append([result, *(gradient(a) for a in args if isinstance(a, Tensor) and a.requires_grad)])
     for plain, compiled in zip(*results, strict=True):
         assert torch.equal(plain, compiled)
+
+
+def test_dtensors_and_a_split_vocabulary_on_two_ranks() -> None:
+    run_ranks(on_two, 2, timeout=120)

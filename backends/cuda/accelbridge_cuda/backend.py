@@ -12,6 +12,7 @@ from accelbridge_cuda import facts
 from accelbridge_cuda.options import CudaOptions
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -25,7 +26,7 @@ class CudaBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"CUDA_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = CudaOptions
-    versions: ClassVar[tuple[str, ...]] = ("torch", "cuda", "cudnn", "nccl")
+    versions: ClassVar[tuple[str, ...]] = ("torch", "cuda", "cudnn", "nccl", "triton")
     unused: ClassVar[Mapping[str, str]] = {
         # Transformer Engine 2.20, transformer_engine/pytorch/module.
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
@@ -65,15 +66,23 @@ class CudaBackend(DescribedBackend):
 
         return CudaCollectives(self._options, self.software.get("torch"))
 
+    def architecture(self) -> str:
+        return facts.architecture_of(self.here.chip.name)
+
+    def tiles(self) -> Mapping[str, Tile]:
+        from accelbridge_cuda.tiles import tiles
+
+        return tiles(self.architecture())
+
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_cuda.attention import candidates
 
-        return candidates(facts.architecture_of(self.here.chip.name), self.software)
+        return candidates(self.architecture(), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions
 
-        given = facts.outputs(facts.architecture_of(self.here.chip.name), self.software)
+        given = facts.outputs(self.architecture(), self.software)
         # MX scales in tiles 32_4_4: ScaledBlas.cpp, _scaled_mxfp8_mxfp8.
         return Conventions(swizzled=True, outputs=given, public=public)
 

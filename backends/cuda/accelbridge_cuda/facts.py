@@ -97,12 +97,12 @@ CHIPS: Mapping[str, str] = {
 }
 
 _USUAL: Mapping[str, Mapping[str, str]] = {
-    "2.9": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"},
-    "2.10": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"},
-    "2.11": {"cuda": "13.0", "cudnn": "9.19", "nccl": "2.28.9"},
-    "2.12": {"cuda": "13.0", "cudnn": "9.20", "nccl": "2.29.7"},
-    "2.13": {"cuda": "13.0", "cudnn": "9.20"},
-    "2.14": {"cuda": "13.0", "cudnn": "9.24", "nccl": "2.30.7"},
+    "2.9": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.5.1"},
+    "2.10": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.6.0"},
+    "2.11": {"cuda": "13.0", "cudnn": "9.19", "nccl": "2.28.9", "triton": "3.6.0"},
+    "2.12": {"cuda": "13.0", "cudnn": "9.20", "nccl": "2.29.7", "triton": "3.7.0"},
+    "2.13": {"cuda": "13.0", "cudnn": "9.20", "triton": "3.7.1"},
+    "2.14": {"cuda": "13.0", "cudnn": "9.24", "nccl": "2.30.7", "triton": "3.8.0"},
     "2.15": {"cuda": "13.2", "cudnn": "9.26", "nccl": "2.30.7"},
 }
 """What torch's wheels on PyPI depend on, by their metadata; of 2.13, by a report in pytorch/pytorch#193893."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from accelbridge.backend import DeviceInfo, Probe
-from accelbridge.portable.torch_build import TorchBuild, numbers, read_torch_build
+from accelbridge.portable.torch_build import TorchBuild, numbers, read_torch_build, triton_version
 from accelbridge.portable.visible import Visible, one_chip, select, summary
 from accelbridge_cuda import nvml
 from accelbridge_cuda.nvml import Gpu, Instance, Reading
@@ -52,7 +52,8 @@ def probe() -> Probe:
 
 
 def libraries(build: TorchBuild | None) -> dict[str, str]:
-    """Versions of cuDNN and NCCL as far as distributions tell them; a torch that brings its own tells none."""
+    """Versions of cuDNN and NCCL as far as distributions tell them (a torch that brings its own tells none), and of
+    triton."""
     major = (numbers((build.built_for.get("cuda") if build else None) or "") or (0,))[0]
     found: dict[str, str] = {}
     for name, distribution in LIBRARIES.items():
@@ -60,6 +61,8 @@ def libraries(build: TorchBuild | None) -> dict[str, str]:
             found[name] = version(distribution.format(major=major))
         except PackageNotFoundError:
             continue
+    if (triton := triton_version()) is not None:
+        found["triton"] = triton
     return found
 
 

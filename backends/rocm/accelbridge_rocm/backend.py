@@ -12,6 +12,7 @@ from accelbridge_rocm import facts
 from accelbridge_rocm.options import RocmOptions
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -25,7 +26,7 @@ class RocmBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"ROCR_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = RocmOptions
-    versions: ClassVar[tuple[str, ...]] = ("torch", "rocm", "rccl")
+    versions: ClassVar[tuple[str, ...]] = ("torch", "rocm", "rccl", "triton")
     unused: ClassVar[Mapping[str, str]] = {
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
         "quantized already; as a product it calls hipBLASLt, as torch_scaled_mm does",
@@ -63,10 +64,18 @@ class RocmBackend(DescribedBackend):
 
         return RocmCollectives(self._options, self.software.get("torch"))
 
+    def architecture(self) -> str:
+        return facts.architecture_of(self.here.chip.name)
+
+    def tiles(self) -> Mapping[str, Tile]:
+        from accelbridge_rocm.tiles import tiles
+
+        return tiles(self.architecture())
+
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates
 
-        return candidates(facts.architecture_of(self.here.chip.name), self.software)
+        return candidates(self.architecture(), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions
