@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ MOST = 2**31 - 1
 """What an int32 holds: kernels count rows, columns and strides in them."""
 FARTHEST = 2**24
 """Elements from one row, or column, to the next at most: a block of up to 128 of them is addressed in an int32."""
+
+
+def run(kernel: Any, programs: int, *args: Any, **more: Any) -> None:
+    """Launch ``programs`` programs of ``kernel``, a ``triton.jit`` function, on the device of its tensors, which is the
+    bound one. (Type checkers take constants among the arguments of such a function for something that they are not.)"""
+    kernel[(programs,)](*args, **more)
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
 
 
 @lru_cache

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accelbridge.backend import Format
 from accelbridge.errors import ConfigError, Unsupported
-from accelbridge.kernels.launch import check_reach, processors
+from accelbridge.kernels.launch import cdiv, check_reach, processors, run
 from accelbridge.kernels.tiles import tile
 from accelbridge.precision import formats
 from accelbridge.precision.quantized import QuantizedTensor, block_counts
@@ -32,6 +32,8 @@ TYPES: dict[str, Any] = {
     "float8_e5m2fnuz": tl.float8e5b16,
 }
 """Triton's names of torch's formats."""
+_SMALLEST = tl.constexpr(2.0**-126)
+"""The smallest normal float32."""
 
 
 # ---------------------------------------------------------------------------------------------------- on the device
@@ -51,12 +53,11 @@ def _scale(largest, LIMIT: tl.constexpr, SCALES: tl.constexpr):
     it is not finite, "shared_e8m0" by OCP MX 1.0, section 6.3, where LIMIT is the power of two below the format's
     largest number.
     """
-    SMALLEST: tl.constexpr = 1.1754943508222875e-38  # 2^-126, the smallest normal float32
     if SCALES == "shared_e8m0":
         below = (largest & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.maximum(below * (1.0 / LIMIT), SMALLEST)
+        scale = tl.maximum(below * (1.0 / LIMIT), _SMALLEST)
     else:
-        scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), LIMIT + tl.zeros_like(largest)), SMALLEST)
+        scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), LIMIT + tl.zeros_like(largest)), _SMALLEST)
         if SCALES != "quotient":
             above = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
             scale = tl.where(largest < 0x7F800000, above.to(tl.float32, bitcast=True), scale)
@@ -88,7 +89,7 @@ def amax_kernel(x, largest, count, BLOCK: tl.constexpr):
     """The bits of the largest magnitude of ``x``, ``count`` elements that lie side by side, into int32 ``largest``,
     which is 0 before. Programs take blocks in turn. The order of a maximum does not matter: it is deterministic."""
     found = tl.zeros((BLOCK,), tl.int32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         start = tl.cast(block, tl.int64) * BLOCK
         here = tl.arange(0, BLOCK)
         value = tl.load(x + start + here, mask=here < count - start, other=0.0)
@@ -148,13 +149,13 @@ def quantize_rows_kernel(
             own = tl.load(scale + first + r, mask=here, other=1.0)
         else:
             largest = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.int32)
-            for start in tl.range(0, columns, BLOCK_COLUMNS):
+            for start in range(0, columns, BLOCK_COLUMNS):
                 step = tl.cast(start, tl.int64)
                 mask = here[:, None] & (c < columns - start)
                 largest = tl.maximum(largest, _bits(tl.load(source + step * x_column, mask=mask, other=0.0)))
             own = _scale(tl.max(largest, 1), TOP, SCALES)
             tl.store(scale + first + r, own, mask=here)
-        for start in tl.range(0, columns, BLOCK_COLUMNS):
+        for start in range(0, columns, BLOCK_COLUMNS):
             step = tl.cast(start, tl.int64)
             mask = here[:, None] & (c < columns - start)
             value = tl.load(source + step * x_column, mask=mask, other=0.0)
@@ -208,10 +209,10 @@ def quantize(x: Tensor, format: Format, scaling: str, scale: Tensor | None = Non
     x = x.detach()
     if chosen.unit:
         scale = torch.ones(block_counts(x.shape, chosen.block), dtype=torch.float32, device=x.device)
-    if scale is not None:
-        codes = torch.ops.accelbridge.quantize_by(x, scale, format.name, format.max, list(chosen.block))
-    else:
-        codes, scale = torch.ops.accelbridge.quantize(x, format.name, format.max, scaling)
+    if scale is None:
+        codes, made = torch.ops.accelbridge.quantize(x, format.name, format.max, scaling)
+        return QuantizedTensor.of_codes(codes, made, format, chosen.block)
+    codes = torch.ops.accelbridge.quantize_by(x, scale, format.name, format.max, list(chosen.block))
     return QuantizedTensor.of_codes(codes, scale, format, chosen.block)
 
 
@@ -316,12 +317,14 @@ def _whole(x: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, Any]) -
     if constants["SCALES"] != "given":
         flat = _side_by_side(x)
         chosen = tile("amax")
-        programs = min(triton.cdiv(flat.numel(), chosen.blocks["BLOCK"]), 8 * processors(x.device))
-        amax_kernel[(programs,)](flat, largest, flat.numel(), **chosen.launch)
+        programs = min(cdiv(flat.numel(), chosen.blocks["BLOCK"]), 8 * processors(x.device))
+        run(amax_kernel, programs, flat, largest, flat.numel(), **chosen.launch)
     chosen = tile("quantize_tensor")
     rows, columns = x.shape
-    grid = triton.cdiv(rows, chosen.blocks["BLOCK_ROWS"]) * triton.cdiv(columns, chosen.blocks["BLOCK_COLUMNS"])
-    quantize_tensor_kernel[(grid,)](x, largest, scale, codes, rows, columns, *x.stride(), **constants, **chosen.launch)
+    grid = cdiv(rows, chosen.blocks["BLOCK_ROWS"]) * cdiv(columns, chosen.blocks["BLOCK_COLUMNS"])
+    run(
+        quantize_tensor_kernel, grid, x, largest, scale, codes, rows, columns, *x.stride(), **constants, **chosen.launch
+    )
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -333,17 +336,26 @@ def _rows(x: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, Any]) ->
     rows, columns = x.shape
     chosen = tile("quantize_rows" if x.stride(1) == 1 or columns == 1 else "quantize_rows.transposed")
     one_pass = columns <= chosen.blocks["BLOCK_COLUMNS"]
-    grid = triton.cdiv(rows, chosen.blocks["BLOCK_ROWS"])
-    quantize_rows_kernel[(grid,)](
-        x, scale, codes, rows, columns, *x.stride(), ONE_PASS=one_pass, **constants, **chosen.launch
+    grid = cdiv(rows, chosen.blocks["BLOCK_ROWS"])
+    run(
+        quantize_rows_kernel,
+        grid,
+        x,
+        scale,
+        codes,
+        rows,
+        columns,
+        *x.stride(),
+        ONE_PASS=one_pass,
+        **constants,
+        **chosen.launch,
     )
 
 
 def _blocks(x: Tensor, codes: Tensor, scale: Tensor, block: tuple[int, int], constants: dict[str, Any]) -> None:
     rows, columns = x.shape
     chosen = tile(f"quantize_blocks.{block[0]}x{block[1]}")
-    grid = triton.cdiv(rows, chosen.blocks["BLOCK_ROWS"]) * triton.cdiv(columns, chosen.blocks["BLOCK_COLUMNS"])
-    quantize_blocks_kernel[(grid,)](
-        x, scale, codes, rows, columns, *x.stride(), *scale.stride(),
+    grid = cdiv(rows, chosen.blocks["BLOCK_ROWS"]) * cdiv(columns, chosen.blocks["BLOCK_COLUMNS"])
+    run(quantize_blocks_kernel, grid, x, scale, codes, rows, columns, *x.stride(), *scale.stride(),
         GROUP_ROWS=block[0], GROUP_COLUMNS=block[1], **constants, **chosen.launch,
     )  # fmt: skip

@@ -212,7 +212,10 @@ def _compile(asked: dict[str, Any]) -> dict[str, Any]:
         gpu = GPUTarget(target.backend, target.arch, target.warp)
         kernel = triton.compile(_source(case, tile, target), target=gpu, options=options)
         return _described(kernel, target)
-    except Exception as error:  # of any kind: it is what is asked for
+    except Exception as raised:  # of any kind: it is what is asked for
+        error: BaseException = raised
+        while error.__cause__ is not None:  # errors in functions that a kernel calls are wrapped, once for each
+            error = error.__cause__
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-600:]}"}
 
 

@@ -192,6 +192,10 @@ def _mend_products(real: Any, tl: Any, narrow: set[Any]) -> None:
         product = np.matmul(scaled(a, a_scale), np.swapaxes(scaled(right, b_scale), -1, -2), dtype=np.float32)
         return real.TensorHandle(product + c.data, c.dtype.scalar)
 
+    semantic = real.interpreter_semantic
+    stock = semantic.dot_scaled
+    # Names of formats reach the interpreter as texts, where the compiler gets constants.
+    semantic.dot_scaled = lambda *args: stock(*(tl.constexpr(x) if isinstance(x, str) else x for x in args))
     real.InterpreterBuilder.create_dot = dot
     real.InterpreterBuilder.create_dot_scaled = dot_scaled
 
