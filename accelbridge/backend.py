@@ -217,7 +217,8 @@ class Request:
     shape: Mapping[str, int] = field(default_factory=dict)
     variant: str = ""
     needs: frozenset[str] = frozenset()
-    """Features of this call: for attention "causal", "window", "segments", "softcap", "lse", "gqa"."""
+    """Features of this call: for attention "causal", "window", "segments", "softcap", "lse", "gqa"; for rope and swiglu
+    "compiled" where torch.compile sees what surrounds them; for adamw "found_inf"."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelbridge.agreement import flatten
 from accelbridge.backend import Request, World
 from accelbridge.data.store import TokenStore
+from accelbridge.errors import ConfigError
 from accelbridge.memory import choice
 from accelbridge.memory.choice import Recompute
 from accelbridge.memory.config import Selective
@@ -74,6 +75,11 @@ def plan_run(
     backend = target.backend
     network = resolve_network(config.backend.profile, backend.name, backend.collectives, environment)
     fp8 = plan_fp8(config, target, layout, microbatch * config.train.seq_len, provided)
+    if fp8 is not None and config.memory.chunked_loss and config.model and "head" in fp8.filtered.chosen:
+        raise ConfigError(
+            'memory.chunked_loss asked with an output projection in fp8, of which it can make no part; add "head" to '
+            "precision.fp8.exclude, or leave chunked_loss out"
+        )
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
@@ -112,8 +118,9 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     assert setting.budget is not None
     shape = (microbatch, config.train.seq_len)
     activations = measure(
-        config.model, layout, shape, config.precision.arithmetic, plan.loaders, segments=config.data.document_mask
-    )
+        config.model, layout, shape, config.precision.arithmetic, plan.loaders,
+        segments=config.data.document_mask, chunked_loss=config.memory.chunked_loss,
+    )  # fmt: skip
     return choose(activations, config.model.layers, setting.budget)
 
 
@@ -127,7 +134,8 @@ def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> Ex
 
 def _decoder_requests(config: TrainConfig) -> list[Request]:
     assert config.model is not None, "prepare() checked it"
-    return decoder_requests(config.model, config.precision.arithmetic, config.train.seq_len, config.data.document_mask)
+    dtype, train = config.precision.arithmetic, config.train
+    return decoder_requests(config.model, dtype, train.seq_len, config.data.document_mask, train.compile)
 
 
 def _resolve(
@@ -144,7 +152,7 @@ def _resolve(
     dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
-    loss = [] if provided.loss else [loss_request(dtype, split)]
+    loss = [] if provided.loss else [loss_request(dtype, split, config.memory.chunked_loss)]
     shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
     notes = [*([target.note] if target.note else []), *provided.notes]
     if shapes is not None:

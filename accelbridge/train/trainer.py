@@ -394,7 +394,7 @@ class Trainer:
             model.register_forward_hook(unpack_logits)
         elif self.prepared.layout.tp > 1:
             model.register_forward_hook(gather_split)
-        self.loss: Loss = self._loss or NextTokenLoss(model)
+        self.loss: Loss = self._loss or NextTokenLoss(model, config.memory.chunked_loss)
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
             check_equal(model, self.execution.control_group)
