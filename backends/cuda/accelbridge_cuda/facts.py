@@ -131,7 +131,8 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
     quantizing = FULL if known.fp8 else _emulated(_no_fp8(name))
     table |= fp8_cells(FAMILY, lambda _: quantizing, lambda a, b, scaling: _product(name, a, b, scaling, software))
-    return Capabilities(Chip(chip, peaks, memory), table, facts={**_FACTS, **(known.facts or {})})
+    facts = {**_FACTS, **(known.facts or {})}
+    return Capabilities(Chip(chip, peaks, memory), table, facts=facts, capture=FULL)
 
 
 _FACTS: Mapping[str, str | int] = {
