@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelbridge.backend import Support, unsupported
+from accelbridge.backend import Format, Support, unsupported
 from accelbridge.errors import Unsupported
 from accelbridge.portable.fp8 import EmulatedFp8, k_step
 from accelbridge.precision.quantized import QuantizedTensor, dtype_of
-from accelbridge.precision.scalings import WHOLE
+from accelbridge.precision.scalings import WHOLE, scaling_of
 
 KINDS: Mapping[tuple[int, int], str] = {
     (WHOLE, WHOLE): "tensor",
@@ -40,6 +40,9 @@ RECIPES = {
 _ONE_FORMAT = ("mx", "block1x128", "block128x128")
 """Scalings for which ``torch.nn.functional.scaled_mm`` takes nothing but float8_e4m3fn (check_mxfp8_recipe,
 check_deepseek_recipe). ``torch._scaled_mm``, which asks for no more than 8-bit floats, takes mixed pairs there too."""
+
+
+_NOT_STATED = unsupported("the backend states no support for it")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,15 @@ class TorchScaledMm(EmulatedFp8):
         self._table = table
         self._conventions = conventions
 
+    def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
+        """As :class:`EmulatedFp8` does, in the formats that the table states: in others nothing could be multiplied."""
+        support = self._table.get(("quantize", format.name, scaling_of(scaling).name), _NOT_STATED)
+        if not support:
+            raise Unsupported(
+                f'backend "{self.name}" was asked to quantize to {format.name}, scaling {scaling}: {support.reason}'
+            )
+        return super().quantize(x, format, scaling, scale)
+
     def scaled_mm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
@@ -89,9 +101,7 @@ class TorchScaledMm(EmulatedFp8):
         pair = a.format.name if a.format.name == b.format.name else f"{a.format.name} x {b.format.name}"
         left, right = KINDS.get(a.block), KINDS.get((b.block[1], b.block[0]))
         kinds = left if left == right else f"{left} x {right}"
-        found = self._table.get(("scaled_mm", pair, str(kinds)))
-        if found is None:
-            return unsupported("the backend states no support for it")
+        found = self._table.get(("scaled_mm", pair, str(kinds)), _NOT_STATED)
         return found.within({"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]})
 
     def _gives(self, a: QuantizedTensor, out_dtype: torch.dtype) -> bool:
