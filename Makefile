@@ -1,12 +1,12 @@
 # make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim, test-xla,
-# test-ray: see below.
+# test-kernels, test-ray: see below.
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-sim test-xla test-ray toy parity faults certify mutants certify-all install clean
+.PHONY: demo test lint types tests test-kernels test-sim test-xla test-ray toy parity faults kernels certify mutants certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -22,6 +22,14 @@ types:
 
 tests:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
+
+# Every kernel interpreted, and compiled ahead of time for every chip; make test does the first and samples the second.
+test-kernels: install
+	$(BIN)/python -m pytest -n $(WORKERS) tests/kernels
+
+# docs/kernels.md: what every kernel takes on every chip.
+kernels: install
+	$(BIN)/python -m tests.kernels
 
 # The simulated accelerator: needs g++ and Python.h as well, and compiles for a minute or two the first time on a machine.
 test-sim: install
@@ -50,7 +58,7 @@ toy: install
 	PYTHON=$(PYTHON) examples/certify-toy.sh
 
 # Everything in full.
-certify-all: test test-sim test-xla test-ray parity faults certify mutants
+certify-all: test test-kernels test-sim test-xla test-ray parity faults certify mutants
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.

@@ -22,10 +22,10 @@ VENDORS = frozenset(
 )  # fmt: skip
 NOT_VENDORS = frozenset({"amd64"})
 
-PUBLIC = ("", "backend", "config", "errors", "hookspecs", "ops", "parallel.layout", "parallel.spec", "portable",
-          "precision")  # fmt: skip
+PUBLIC = ("", "backend", "config", "errors", "hookspecs", "kernels", "ops", "parallel.layout", "parallel.spec",
+          "portable", "precision")  # fmt: skip
 """What a backend may import of accelbridge ("" is the package itself, with the names in ``__all__``)."""
-PUBLIC_PACKAGES = ("ops", "portable", "precision")
+PUBLIC_PACKAGES = ("kernels", "ops", "portable", "precision")
 """Those of them whose submodules are public too."""
 
 

@@ -1,4 +1,5 @@
-"""fp8 products by torch's own ``scaled_mm``, for devices whose library has them; the emulation for the rest.
+"""fp8 products by torch's own ``scaled_mm``, for devices whose library has them; by our own kernels, where the device
+has matrix instructions that its library makes no use of; the emulation for the rest.
 
 Source of what torch takes, unless said otherwise: aten/src/ATen/native/cuda/ScaledBlas.cpp and
 aten/src/ATen/native/ScaledBlasUtils.cpp of pytorch/pytorch, read 2026-11-30, and torch/_meta_registrations.py (2.13).
@@ -17,7 +18,10 @@ from torch import Tensor
 
 from accelbridge.backend import Format, Support, unsupported
 from accelbridge.errors import Unsupported
+from accelbridge.kernels.fp8_cells import Fp8Kernels
+from accelbridge.kernels.tiles import bind
 from accelbridge.portable.fp8 import EmulatedFp8, k_step
+from accelbridge.portable.fp8_cells import MIXED
 from accelbridge.precision.quantized import QuantizedTensor, dtype_of
 from accelbridge.precision.scalings import WHOLE, scaling_of
 
@@ -59,25 +63,41 @@ class Conventions:
 
 
 class TorchScaledMm(EmulatedFp8):
-    """Products that ``table`` calls full, by torch; those that it calls emulated, by way of float32.
+    """Products that ``table``, of the library, calls full, by torch; others by ``kernels`` as far as they serve them;
+    those that are left, and that it calls emulated, by way of float32.
 
-    A dtype of the result that the library lacks is emulated as well: what may be asked is part of the interface, and
-    the trainer asks for bfloat16. Quantizing is plain PyTorch on the device.
+    A dtype of the result that the library lacks goes the same way: what may be asked is part of the interface, and the
+    trainer asks for bfloat16. Quantizing is our kernels', too, or plain PyTorch on the device.
     """
 
-    def __init__(self, name: str, table: Mapping[tuple[str, str, str], Support], conventions: Conventions) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Mapping[tuple[str, str, str], Support],
+        conventions: Conventions,
+        kernels: Fp8Kernels | None = None,
+    ) -> None:
         super().__init__(name)
         self._table = table
         self._conventions = conventions
+        self._kernels = kernels
 
     def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
-        """As :class:`EmulatedFp8` does, in the formats that the table states: in others nothing could be multiplied."""
+        """As :class:`EmulatedFp8` does, bit for bit, in the formats that the table states: in others nothing could be
+        multiplied."""
         support = self._table.get(("quantize", format.name, scaling_of(scaling).name), _NOT_STATED)
         if not support:
             raise Unsupported(
                 f'backend "{self.name}" was asked to quantize to {format.name}, scaling {scaling}: {support.reason}'
             )
-        return super().quantize(x, format, scaling, scale)
+        if self._kernels is None or not self._kernels.quantize() or not _on_a_device(x):
+            return super().quantize(x, format, scaling, scale)
+        from accelbridge.kernels import quantize as ours
+
+        if ours.serves(format):
+            return super().quantize(x, format, scaling, scale)
+        bind(self._kernels.tiles)
+        return ours.quantize(x, format, scaling, scale)
 
     def scaled_mm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -86,9 +106,12 @@ class TorchScaledMm(EmulatedFp8):
         self._check(a, b, out_dtype)
         k_step(a, b)  # raises where scales would change with every term
         support = self._support(a, b)
+        library = support.level == "full" and self._gives(a, out_dtype) and 0 not in (*a.shape, b.shape[1])
+        if not library and self._kernels_serve(a, b):
+            return self._by_kernels(self._kernels, a, b, out_dtype, bias)
         if not support:
             raise Unsupported(f'backend "{self.name}" was asked for a scaled product {_named(a, b)}: {support.reason}')
-        if support.level == "emulated" or not self._gives(a, out_dtype) or 0 in (*a.shape, b.shape[1]):
+        if not library:
             return super().scaled_mm(a, b, out_dtype, bias)
         if bias is None:
             return self._product(a, b, out_dtype)
@@ -99,10 +122,21 @@ class TorchScaledMm(EmulatedFp8):
 
     def _support(self, a: QuantizedTensor, b: QuantizedTensor) -> Support:
         pair = a.format.name if a.format.name == b.format.name else f"{a.format.name} x {b.format.name}"
-        left, right = KINDS.get(a.block), KINDS.get((b.block[1], b.block[0]))
-        kinds = left if left == right else f"{left} x {right}"
-        found = self._table.get(("scaled_mm", pair, str(kinds)), _NOT_STATED)
-        return found.within({"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]})
+        found = self._table.get(("scaled_mm", pair, kinds_of(a, b)), _NOT_STATED)
+        return found.within(_sizes(a, b))
+
+    def _kernels_serve(self, a: QuantizedTensor, b: QuantizedTensor) -> bool:
+        known = kinds_of(a, b) in (*RECIPES, *MIXED)
+        there = self._kernels is not None and known and _on_a_device(a.payload)
+        return there and bool(self._kernels.product(kinds_of(a, b)).within(_sizes(a, b)))
+
+    def _by_kernels(
+        self, kernels: Fp8Kernels, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
+        from accelbridge.kernels import scaled_mm as ours
+
+        bind(kernels.tiles)
+        return ours.scaled_mm(a, b, out_dtype, bias)
 
     def _gives(self, a: QuantizedTensor, out_dtype: torch.dtype) -> bool:
         given = self._conventions.outputs.get(KINDS[a.block], ("float32", "bfloat16", "float16"))
@@ -116,6 +150,28 @@ class TorchScaledMm(EmulatedFp8):
         if self._conventions.public and (one_format or not set(kinds) & set(_ONE_FORMAT)):
             return public_product(a, b, out_dtype, bias, self._conventions.swizzled)
         return private_product(a, b, out_dtype, bias, self._conventions.swizzled)
+
+
+def kinds_of(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Their scalings, as cells of the capability table name them, but for scales that are powers of two."""
+    left, right = KINDS.get(a.block), KINDS.get((b.block[1], b.block[0]))
+    return str(left) if left == right else f"{left} x {right}"
+
+
+def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> dict[str, int]:
+    return {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]}
+
+
+def _on_a_device(x: Tensor) -> bool:
+    """Whether a kernel could run on ``x``: on a host only where kernels are interpreted, and not on what is spread over
+    several devices, which their owners take apart."""
+    if hasattr(x, "device_mesh"):
+        return False
+    if x.device.type != "cpu":
+        return True
+    from accelbridge.kernels.installed import interpreted
+
+    return interpreted()
 
 
 def public_product(

@@ -65,6 +65,11 @@ def same_layout(a: Format, b: Format) -> bool:
     )
 
 
+def nan_code(format: Format) -> int:
+    """The code that :func:`encode` gives for NaN."""
+    return _nan(format)
+
+
 def encode(
     x: Tensor,
     format: Format,

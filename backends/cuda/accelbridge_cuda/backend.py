@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe
+from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe, Support
 from accelbridge.errors import ConfigError
+from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.portable.described import DescribedBackend
 from accelbridge_cuda import facts
 from accelbridge_cuda.options import CudaOptions
@@ -26,7 +27,7 @@ class CudaBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"CUDA_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = CudaOptions
-    versions: ClassVar[tuple[str, ...]] = ("torch", "cuda", "cudnn", "nccl")
+    versions: ClassVar[tuple[str, ...]] = ("torch", "cuda", "cudnn", "nccl", "triton")
     unused: ClassVar[Mapping[str, str]] = {
         # Transformer Engine 2.20, transformer_engine/pytorch/module.
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
@@ -77,6 +78,12 @@ class CudaBackend(DescribedBackend):
         from accelbridge_cuda.collectives import CudaCollectives
 
         return CudaCollectives(self._options, self.software.get("torch"))
+
+    def library_products(self) -> Mapping[tuple[str, str, str], Support]:
+        return facts.library_products(self.here.chip.name, self.software)
+
+    def fp8_kernels(self) -> Fp8Kernels:
+        return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_cuda.attention import candidates

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support, unsupported
-from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells
+from accelbridge.kernels.fp8_cells import Fp8Kernels, served
+from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells, product_cells
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
+from accelbridge_cuda.tiles import lacking, tiles
 
 E4M3, E5M2 = FAMILY = ("float8_e4m3fn", "float8_e5m2")
 
@@ -97,15 +99,16 @@ CHIPS: Mapping[str, str] = {
 }
 
 _USUAL: Mapping[str, Mapping[str, str]] = {
-    "2.9": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"},
-    "2.10": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"},
-    "2.11": {"cuda": "13.0", "cudnn": "9.19", "nccl": "2.28.9"},
-    "2.12": {"cuda": "13.0", "cudnn": "9.20", "nccl": "2.29.7"},
-    "2.13": {"cuda": "13.0", "cudnn": "9.20"},
-    "2.14": {"cuda": "13.0", "cudnn": "9.24", "nccl": "2.30.7"},
+    "2.9": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.5.1"},
+    "2.10": {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.6.0"},
+    "2.11": {"cuda": "13.0", "cudnn": "9.19", "nccl": "2.28.9", "triton": "3.6.0"},
+    "2.12": {"cuda": "13.0", "cudnn": "9.20", "nccl": "2.29.7", "triton": "3.7.0"},
+    "2.13": {"cuda": "13.0", "cudnn": "9.20", "triton": "3.7.1"},
+    "2.14": {"cuda": "13.0", "cudnn": "9.24", "nccl": "2.30.7", "triton": "3.8.0"},
     "2.15": {"cuda": "13.2", "cudnn": "9.26", "nccl": "2.30.7"},
 }
-"""What torch's wheels on PyPI depend on, by their metadata; of 2.13, by a report in pytorch/pytorch#193893."""
+"""What torch's wheels on PyPI depend on, by their metadata; of 2.13, but for triton, by a report in
+pytorch/pytorch#193893. triton for 2.15 was not read."""
 
 
 def usual_software(torch: str) -> dict[str, str]:
@@ -130,9 +133,27 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
         why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
     quantizing = FULL if known.fp8 else _emulated(_no_fp8(name))
-    table |= fp8_cells(FAMILY, lambda _: quantizing, lambda a, b, scaling: _product(name, a, b, scaling, software))
+    ours = kernels(name, software)
+    table |= fp8_cells(
+        FAMILY,
+        lambda _: quantizing,
+        lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
+    )
     facts = {**_FACTS, **(known.facts or {})}
     return Capabilities(Chip(chip, peaks, memory), table, facts=facts, capture=FULL)
+
+
+def library_products(chip: str, software: Mapping[str, str]) -> Cells:
+    """Cells of ``scaled_mm`` that are torch's and cuBLASLt's own; none of an unknown architecture."""
+    name = architecture_of(chip)
+    if name not in ARCHITECTURES:
+        return {}
+    return product_cells(FAMILY, lambda a, b, scaling: _product(name, a, b, scaling, software))
+
+
+def kernels(architecture: str, software: Mapping[str, str]) -> Fp8Kernels:
+    """What the portable kernels add."""
+    return Fp8Kernels(tiles(architecture), lacking(architecture), software)
 
 
 _FACTS: Mapping[str, str | int] = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from accelbridge.backend import DeviceInfo, Probe
+from accelbridge.kernels.installed import triton_software
 from accelbridge.portable.torch_build import TorchBuild, numbers, read_torch_build
 from accelbridge.portable.visible import Visible, one_chip, select, summary
 from accelbridge_cuda import nvml
@@ -54,7 +55,7 @@ def probe() -> Probe:
     build = read_torch_build()
     found = judge(nvml.read(), os.environ, build)
     facts = {"host": platform.node(), "python": platform.python_version(), **found.facts}
-    return replace(found, software={**found.software, **libraries(build)}, facts=facts)
+    return replace(found, software={**found.software, **libraries(build), **triton_software()}, facts=facts)
 
 
 def libraries(build: TorchBuild | None) -> dict[str, str]:

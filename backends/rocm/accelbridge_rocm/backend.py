@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe
+from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe, Support
+from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.portable.described import DescribedBackend
 from accelbridge_rocm import facts
 from accelbridge_rocm.options import RocmOptions
@@ -25,7 +26,7 @@ class RocmBackend(DescribedBackend):
     hidden_by: ClassVar[Mapping[str, str]] = {"ROCR_VISIBLE_DEVICES": ""}
     chips: ClassVar[Mapping[str, str]] = facts.CHIPS
     options_model = RocmOptions
-    versions: ClassVar[tuple[str, ...]] = ("torch", "rocm", "rccl")
+    versions: ClassVar[tuple[str, ...]] = ("torch", "rocm", "rccl", "triton")
     unused: ClassVar[Mapping[str, str]] = {
         "transformer_engine": "its modules quantize, multiply and keep state in one, and take no matrix that is "
         "quantized already; as a product it calls hipBLASLt, as torch_scaled_mm does",
@@ -62,6 +63,12 @@ class RocmBackend(DescribedBackend):
         from accelbridge_rocm.collectives import RocmCollectives
 
         return RocmCollectives(self._options, self.software.get("torch"))
+
+    def library_products(self) -> Mapping[tuple[str, str, str], Support]:
+        return facts.library_products(self.here.chip.name, self.software)
+
+    def fp8_kernels(self) -> Fp8Kernels:
+        return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support, unsupported
-from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells
+from accelbridge.kernels.fp8_cells import Fp8Kernels, served
+from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells, product_cells
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
+from accelbridge_rocm.tiles import lacking, tiles
 
 OCP = ("float8_e4m3fn", "float8_e5m2")
 FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -66,11 +68,23 @@ CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): 
 _USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
 """ROCm of the wheel index of pytorch.org by torch; the later ones, of which it was not looked up, are taken for 7.2."""
 
+_TRITON: Mapping[str, str] = {
+    "2.9": "3.5.1",
+    "2.10": "3.6.0",
+    "2.11": "3.6.0",
+    "2.12": "3.7.0",
+    "2.13": "3.7.1",
+    "2.14": "3.8.0",
+}
+"""triton by torch: what torch's wheels on PyPI depend on, for which that of pytorch.org's ROCm wheels is taken."""
+
 
 def usual_software(torch: str) -> dict[str, str]:
     """What comes with a torch of this version from pytorch.org's index."""
     release = torch.partition("+")[0]
-    return {"torch": release, "rocm": _USUAL.get(".".join(release.split(".")[:2]), "7.2")}
+    minor = ".".join(release.split(".")[:2])
+    triton = {"triton": _TRITON[minor]} if minor in _TRITON else {}
+    return {"torch": release, "rocm": _USUAL.get(minor, "7.2"), **triton}
 
 
 def architecture_of(chip: str) -> str:
@@ -88,11 +102,12 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
     if known is None:
         why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
-    for family in (known.family,) if known.family else (OCP, FNUZ):
+    ours = kernels(name, software)
+    for family in _families(name):
         table |= fp8_cells(
             family,
-            lambda scaling: _lacking(name, scaling, software) or FULL,
-            lambda a, b, scaling: _product(name, a, b, scaling, software),
+            lambda scaling: served(_lacking(name, scaling, software) or FULL, ours.quantize()),
+            lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
         )
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
     facts = {**_FACTS, "fp8.variant": variant}
@@ -112,6 +127,24 @@ def _capture(software: Mapping[str, str]) -> Support:
         f"HIP before ROCm 7.14 does not report what a graph must not hold, so that it would be wrong in silence "
         f"(pytorch/pytorch#187110); here is {rocm or 'an unknown one'}"
     )
+
+
+def _families(architecture: str) -> tuple[tuple[str, str], ...]:
+    family = ARCHITECTURES[architecture].family
+    return (family,) if family else (OCP, FNUZ)
+
+
+def library_products(chip: str, software: Mapping[str, str]) -> Cells:
+    """Cells of ``scaled_mm`` that are torch's and hipBLASLt's own; none of an unknown architecture."""
+    name, table = architecture_of(chip), Cells()
+    for family in _families(name) if name in ARCHITECTURES else ():
+        table |= product_cells(family, lambda a, b, scaling: _product(name, a, b, scaling, software))
+    return table
+
+
+def kernels(architecture: str, software: Mapping[str, str]) -> Fp8Kernels:
+    """What the portable kernels add."""
+    return Fp8Kernels(tiles(architecture), lacking(architecture), software)
 
 
 _FACTS: Mapping[str, str | int] = {

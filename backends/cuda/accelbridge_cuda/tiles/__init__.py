@@ -1,0 +1,41 @@
+"""Tiles of the portable kernels for NVIDIA's GPUs, by architecture; a module for each family of kernels.
+
+Chosen by what the compiler makes of them ahead of time (docs/kernels.md): no spills, and as much shared memory as lets
+two programs run where that hides more than a longer pipeline does. None of them was tuned on a chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelbridge.kernels.tiles import Tile
+from accelbridge_cuda.tiles import fp8
+
+SHARED_BYTES: Mapping[str, int] = {
+    "sm80": 163 * 1024,
+    "sm86": 99 * 1024,
+    "sm89": 99 * 1024,
+    "sm90": 227 * 1024,
+    "sm100": 227 * 1024,
+    "sm103": 227 * 1024,
+    "sm120": 99 * 1024,
+}
+"""What one program may share: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
+
+FAMILIES = (fp8,)
+
+
+def tiles(architecture: str) -> Mapping[str, Tile]:
+    """Tiles by name for ``architecture``, such as "sm90"; empty for one that is not known."""
+    found: dict[str, Tile] = {}
+    for family in FAMILIES:
+        found.update(family.TILES.get(architecture, {}))
+    return found
+
+
+def lacking(architecture: str) -> Mapping[str, str]:
+    """Kernels, by names as in :func:`tiles`, that ``architecture`` does not get, and why."""
+    found: dict[str, str] = {}
+    for family in FAMILIES:
+        found.update(family.LACKING.get(architecture, {}))
+    return found

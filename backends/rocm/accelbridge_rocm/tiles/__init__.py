@@ -1,0 +1,33 @@
+"""Tiles of the portable kernels for AMD's GPUs, by architecture; a module for each family of kernels.
+
+Chosen by what the compiler makes of them ahead of time (docs/kernels.md): no spills, and as much shared memory as lets
+two programs run where that hides more than a longer pipeline does. None of them was tuned on a chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelbridge.kernels.tiles import Tile
+from accelbridge_rocm.tiles import fp8
+
+SHARED_BYTES: Mapping[str, int] = {"gfx90a": 64 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+"""Local data share of a compute unit: rocm.docs.amd.com, "Accelerator and GPU hardware specifications"."""
+
+FAMILIES = (fp8,)
+
+
+def tiles(architecture: str) -> Mapping[str, Tile]:
+    """Tiles by name for ``architecture``, such as "gfx942"; empty for one that is not known."""
+    found: dict[str, Tile] = {}
+    for family in FAMILIES:
+        found.update(family.TILES.get(architecture, {}))
+    return found
+
+
+def lacking(architecture: str) -> Mapping[str, str]:
+    """Kernels, by names as in :func:`tiles`, that ``architecture`` does not get, and why."""
+    found: dict[str, str] = {}
+    for family in FAMILIES:
+        found.update(family.LACKING.get(architecture, {}))
+    return found

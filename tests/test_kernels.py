@@ -1,0 +1,21 @@
+"""The tests of the kernels, in a process that does nothing else with triton: see tests/kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; install accelbridge[kernels]")
+@pytest.mark.parametrize("what", ["not aot", "aot"])
+def test_the_kernels(what: str) -> None:
+    """Interpreted ones against their references, and a sample of what is compiled ahead of time."""
+    command = [sys.executable, "-m", "pytest", "-m", "not full", "-k", what, "tests/kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
