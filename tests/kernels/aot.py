@@ -79,7 +79,7 @@ class Case:
     label: str = ""
     """What tells it from others with the same tile."""
     multiplies: str = ""
-    """What its matrix instructions must multiply: "bf16", "fp8", "mx"; "": it has none."""
+    """What its matrix instructions must multiply: "bf16", "fp32", "fp8", "mx"; "": it has none."""
     sampled: bool = False
     """Whether it is compiled in every run of all tests, for the chips of SAMPLED."""
 
@@ -249,6 +249,7 @@ _MATRIX = {
 TYPES = {
     "fp8": re.compile(r"e4m3|e5m2|kind::f8f6f4|fp8|bf8|f8f6f4"),
     "bf16": re.compile(r"bf16|kind::f16"),
+    "fp32": re.compile(r"x\d+_?f32$"),
     "mx": re.compile(r"mxf8f6f4|mx.*block_scale|scale_f32_\S*f8f6f4"),
 }
 """What a mnemonic holds that multiplies such numbers."""

@@ -76,6 +76,7 @@ def install() -> None:
     _mend_products(real, tl, narrow)
     _mend_types(real)
     _guard_memory(real)
+    _patch_once(real)
     # Otherwise a third of the time goes into looking for overflows of int32, of which a chip says nothing either.
     real.interpreter_builder.options = real.InterpreterOptions(sanitize_overflow=False)
 
@@ -254,3 +255,30 @@ def _guard_memory(real: Any) -> None:
     guarded("create_masked_load", 1)
     guarded("create_masked_store", 2)
     guarded("create_atomic_rmw", 3)
+
+
+def _patch_once(real: Any) -> None:
+    """The interpreter patches all of triton.language at every call of a function of the device, which takes more time
+    than the call: once for each of its modules in a launch will do."""
+    stock_run, stock_patch = real.GridExecutor.__call__, real._patch_lang
+    patched: set[int] = set()
+
+    def modules(fn: Any) -> set[int]:
+        return {id(each) for each in fn.__globals__.values() if each is real.tl or each is real.tl.core}
+
+    def patch(fn: Any) -> Any:
+        patched.update(modules(fn))
+        return stock_patch(fn)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return stock_run(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not modules(self.fn) <= patched:
+            patch(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    real._patch_lang = patch
+    real.GridExecutor.__call__ = run
+    real.InterpretedFunction.__call__ = call
