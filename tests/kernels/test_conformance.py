@@ -1,5 +1,5 @@
-"""The conformance suite over interpreted kernels: attention, quantization, scaled products. Its evidence is "simulated",
-and says "interpreted" wherever a cell is named; no chip and no compiler has part in it."""
+"""The conformance suite over interpreted kernels: attention, quantization, scaled products. Its evidence is
+"simulated", and says "interpreted" wherever a cell is named; no chip and no compiler has part in it."""
 
 from __future__ import annotations
 
