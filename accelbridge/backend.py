@@ -87,6 +87,9 @@ def unsupported(reason: str) -> Support:
     return Support("unsupported", reason)
 
 
+_NO_GRAPHS = unsupported("the backend states no graphs")
+
+
 @dataclass(frozen=True)
 class Lowering:
     """A declared rewrite of a collective that the vendor's library lacks or gets wrong.
@@ -141,6 +144,8 @@ class Capabilities:
     recompute: Support = FULL
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
+    capture: Support = _NO_GRAPHS
+    """Whether :meth:`Device.graph` records device work, to be launched whole (``train.capture``)."""
     facts: Mapping[str, str | int] = field(default_factory=dict)
     """What the vendor states of its arithmetic and its library where more than one way is right; the conformance suite
     probes each and compares. A fact that is not stated has its strictest value, named first:
@@ -300,6 +305,25 @@ class World:
 # ------------------------------------------------------------------------------------------------- interfaces
 
 
+class Graph(ABC):
+    """Work of a device that is recorded once and from then on launched whole: the same kernels, on the same addresses,
+    with the same numbers of the host."""
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """Context of work on the stream on which :meth:`record` records, as libraries want it that set themselves up at
+        their first call. It begins after all that was queued before, and what is queued afterwards waits for it."""
+
+    @abstractmethod
+    def record(self, run: Callable[[], None]) -> None:
+        """Call ``run``, whose device work is noted and not done: what it writes has no values before :meth:`replay`.
+        Raises RuntimeError where it reads from the device, waits for it, or copies from memory that is not pinned."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Do what was recorded, on what the tensors that it used hold now. Does not wait."""
+
+
 class Device(ABC):
     """The device of this process: binding, memory, random numbers."""
 
@@ -342,6 +366,13 @@ class Device(ABC):
         """Kernels that this process has launched on the bound device so far, of which only differences are used: the
         conformance suite's proof that the device, and not the host in its place, did the work. None: cannot tell."""
         return None
+
+    def graph(self) -> Graph:
+        """A new graph, with nothing recorded, of the bound device. Raises ``Unsupported`` where
+        :attr:`Capabilities.capture` says so."""
+        from accelbridge.errors import Unsupported
+
+        raise Unsupported(f"asked: a graph of device {self.type}; found: it records none; do: see Capabilities.capture")
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that memory of this device, or of the host, is used up."""
@@ -549,6 +580,21 @@ class Execution(ABC):
         What cannot be compiled as one graph raises torch's error when the unit first runs: a silent break would
         cost more than compiling gains."""
 
+    def capture(
+        self, model: nn.Module, passes: Callable[[Mapping[str, Tensor]], Tensor]
+    ) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """``passes``, the forward and backward pass of one microbatch of ``model`` (tensors on the device by name ->
+        the loss, a scalar without gradient), such that it is recorded once and then launched as one graph.
+
+        Gradients add up as they do in ``passes``, and the result holds until the next call. Raises ``Unsupported``
+        where the device has no graphs, or what is realised cannot be recorded; the first calls raise ConfigError for
+        what ``passes`` must not do: draw from the device's generator, read from the device, or take other shapes."""
+        from accelbridge.errors import Unsupported
+
+        raise Unsupported(
+            f"asked: capture; found: {self.model} execution records no passes; do: set train.capture: false"
+        )
+
     @abstractmethod
     def evaluation(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context of forward passes without gradients; leaves the model as a training step expects it."""
@@ -648,6 +694,8 @@ class Backend(ABC):
     chips: ClassVar[Mapping[str, str]] = {}
     """Chips that :meth:`assume` knows: what users write, in small letters, and what ``probe`` calls them. Empty: it
     takes any name that ``capabilities`` does."""
+    versions: ClassVar[tuple[str, ...]] = ("torch",)
+    """Names of the software whose versions claims and candidates read, which is what :meth:`assume` takes."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 
@@ -674,11 +722,14 @@ class Backend(ABC):
     def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
         """What :meth:`probe` would answer on a host with ``devices`` of ``chip``, for a plan that is only looked at:
         the installed torch, and ``software`` over it. To be overridden where a usual installation has more. Raises
-        ConfigError for a chip that is not one of :attr:`chips`."""
+        ConfigError for a chip that is not one of :attr:`chips`, and for software that is not one of :attr:`versions`,
+        not a version, or a torch that is too old for this package."""
         from importlib.metadata import version
 
         from accelbridge.errors import ConfigError, did_you_mean
+        from accelbridge.software import check_versions
 
+        check_versions(cls.name, cls.versions, software)
         if cls.chips and chip.lower() not in cls.chips:
             raise ConfigError(
                 f'chip "{chip}" asked of backend "{cls.name}"; it knows {", ".join(cls.chips)}'

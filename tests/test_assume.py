@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from accelbridge.assume import MOST_DEVICES, Assumption
+from accelbridge.assume import MOST_DEVICES, Assumption, select
 from accelbridge.errors import ConfigError
+from accelbridge.software import OLDEST_TORCH
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,30 @@ def test_what_is_none_is_refused(text: str, part: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Assumption.parse([text])
     assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "chip", "known"),
+    [
+        ("cpu", "x86_64", "torch"),
+        ("xla", "v5p", "torch, torch_xla, libtpu"),
+        ("cuda", "h100", "torch, cuda, cudnn, nccl"),
+    ],
+)
+def test_software_that_no_claim_reads_is_refused_by_every_backend(backend: str, chip: str, known: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f'software "gloo" asked of backend "{backend}"; its claims depend on {known}'
+    ):
+        select(Assumption(chip, 1, {"gloo": "1.0"}), backend, None)
+    with pytest.raises(ConfigError, match='torch "new" asked; that is no version'):
+        select(Assumption(chip, 1, {"torch": "new"}), backend, None)
+
+
+def test_a_torch_that_is_too_old_is_refused() -> None:
+    for old in ("1.0", "2.8.1", "2.9.0.dev20250801"):
+        with pytest.raises(ConfigError, match=r"torch .* asked; accelbridge needs 2\.9 or later"):
+            select(Assumption("x86_64", 1, {"torch": old}), "cpu", None)
+    found = select(Assumption("x86_64", 1, {"torch": "2.9.0"}), "cpu", None)
+    assert found.probe.software == {"torch": "2.9.0"}
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert f"torch>={OLDEST_TORCH}" in project["dependencies"]

@@ -20,6 +20,8 @@ from accelbridge.train.prepare import choose_target, prepare
 
 PLANS = Path(__file__).parent / "data" / "plans"
 CHIPS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PLANS.glob("*.json"))}
+TORCH = "2.13.0"
+"""Whose usual software the files are about, whatever torch is installed here."""
 RECIPE = """
 model: {vocab_size: 32000, dim: 4096, layers: 2, heads: 32, kv_heads: 8}
 train: {seq_len: 4096, global_batch_size: 8, steps: 1}
@@ -34,7 +36,7 @@ def plan_of(folder: Path, chip: str, *asked: str, assume: dict[str, str] | None 
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     config = TrainConfig.load(recipe, asked)
-    target = choose_target(config, assumed=Assumption(chip, 1, assume or {}))
+    target = choose_target(config, assumed=Assumption(chip, 1, {"torch": TORCH, **(assume or {})}))
     return prepare(config, World(), target=target, writes=False).plan
 
 

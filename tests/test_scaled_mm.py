@@ -232,6 +232,16 @@ def test_sizes_and_cells_that_are_not_stated_are_refused() -> None:
         matmul.scaled_mm(row, EMULATED.quantize(torch.ones(64, 32), FORMATS[E4M3], "row"), torch.bfloat16)
 
 
+def test_what_is_not_stated_is_not_quantized_to() -> None:
+    """Nothing could be multiplied with it."""
+    matmul = TorchScaledMm("test", {("quantize", E4M3, "tensor"): FULL}, Conventions(swizzled=True))
+    x = torch.ones(16, 16)
+    assert matmul.quantize(x, FORMATS[E4M3], "tensor").dequantize().equal(x)
+    for name, scaling in ((E4M3, "row"), ("float8_e4m3fnuz", "tensor")):
+        with pytest.raises(Unsupported, match=f"asked to quantize to {name}, scaling {scaling}: the backend states no"):
+            matmul.quantize(x, FORMATS[name], scaling)
+
+
 def test_an_empty_product_is_no_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _counted(monkeypatch)
     matmul = TorchScaledMm("test", _declared(), Conventions(swizzled=True))

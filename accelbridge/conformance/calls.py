@@ -5,6 +5,7 @@ For the tests that ask the same of every op. An op that is not here cannot be cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge import ops
-from accelbridge.backend import Mask, Request
+from accelbridge.backend import Mask, Request, Support
 from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import small
 from accelbridge.conformance.oracle.formats import TABLES
@@ -241,13 +242,25 @@ def quantized(t: Bench, format: str, scaling: str) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(t: Bench, formats: str, scalings: str) -> tuple[Tensor, Tensor]:
-    """Quantize two small matrices and multiply them: the result and what it is about. "A x B" names both operands'
-    formats or scalings where they differ."""
+    """Quantize two matrices, as small as the cell's limits allow, and multiply them: the result and what it is about.
+    "A x B" names both operands' formats or scalings where they differ."""
     matmul, operands = t.backend.matmul, []
-    a, b = (t.integers(16, 32, name=name) for name in "ab")
+    m, k, n = fitting(t.capabilities.support("scaled_mm", formats, scalings), m=16, k=32, n=16)
+    a, b = (t.integers(rows, k, name=name) for rows, name in ((m, "a"), (n, "b")))
     for x, format, scaling in zip((a, b), _both(formats), _both(scalings or "tensor"), strict=True):
         operands.append(matmul.quantize(t.put(x), TABLES[format].format, scaling))
     return matmul.scaled_mm(operands[0], operands[1].t(), torch.float32), a.double() @ b.double().T
+
+
+def fitting(support: Support, **sizes: int) -> tuple[int, ...]:
+    """``sizes`` by dimension, each as much larger as the limits of ``support`` ask."""
+    found = []
+    for dim, size in sizes.items():
+        limits = [limit for limit in support.limits if limit.dim == dim]
+        step = math.lcm(*(limit.multiple for limit in limits))
+        least = max([size, *(limit.minimum for limit in limits)])
+        found.append(-(-least // step) * step)
+    return tuple(found)
 
 
 def _both(name: str) -> tuple[str, str]:

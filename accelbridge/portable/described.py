@@ -22,7 +22,6 @@ from accelbridge.backend import (
     Support,
     unsupported,
 )
-from accelbridge.errors import ConfigError, did_you_mean
 from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.kernels.tiles import bind
 from accelbridge.portable.device_cells import general
@@ -41,8 +40,6 @@ class DescribedBackend(Backend):
     """What is left for a vendor: the probe, the tables, which kernels of attention there are and in which order, and
     how its library wants scales to lie."""
 
-    versions: ClassVar[tuple[str, ...]]
-    """Names of the software whose versions :meth:`capabilities` and the candidates read."""
     unused: ClassVar[Mapping[str, str]] = {}
     """Packages with fp8 products of their own, and why the plan binds none of them."""
 
@@ -78,22 +75,8 @@ class DescribedBackend(Backend):
 
     @classmethod
     def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
-        for name, version in software.items():
-            cls._check_version(name, version)
         probe = super().assume(chip, devices, software)
         return replace(probe, software={**cls.usual_software(probe.software["torch"]), **software})
-
-    @classmethod
-    def _check_version(cls, name: str, version: str) -> None:
-        """Raise ConfigError for software that no claim depends on, or for what is no version: either would be passed
-        over in silence."""
-        if name not in cls.versions:
-            raise ConfigError(
-                f'software "{name}" asked of backend "{cls.name}"; its claims depend on {", ".join(cls.versions)}'
-                f"{did_you_mean(name, list(cls.versions))}; name one of them"
-            )
-        if not at_least(version, "0"):
-            raise ConfigError(f'{name} "{version}" asked; that is no version; write numbers, such as 2.13.0')
 
     @cached_property
     def found(self) -> Probe:
@@ -115,7 +98,9 @@ class DescribedBackend(Backend):
         from accelbridge.portable.scaled_mm import TorchScaledMm
 
         public = at_least(self.software.get("torch"), "2.10")
-        return TorchScaledMm(self.name, self.library_products(), self.conventions(public), self.fp8_kernels())
+        quantizing = {key: cell for key, cell in self.here.table.items() if key[0] == "quantize"}
+        table = {**quantizing, **self.library_products()}
+        return TorchScaledMm(self.name, table, self.conventions(public), self.fp8_kernels())
 
     @cached_property
     def attention(self) -> Attention:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelbridge.backend import DeviceInfo, Probe, World
+from accelbridge.backend import DeviceInfo, Graph, Probe, World
 from accelbridge.errors import BackendError
 from accelbridge.portable.device import TorchDevice
+from accelbridge.portable.graphs import TorchGraph
 
 
 class DiscreteDevice(TorchDevice):
@@ -28,6 +29,8 @@ class DiscreteDevice(TorchDevice):
     the precision that the capabilities state. Set there and nowhere else."""
     lists: ClassVar[str] = ""
     """The command that lists what holds the devices."""
+    graphs: ClassVar[str] = ""
+    """The class of graphs in ``torch.<type>``; empty: none."""
 
     def __init__(self, type: str, probe: Callable[[], Probe]) -> None:
         super().__init__(type)
@@ -53,6 +56,9 @@ class DiscreteDevice(TorchDevice):
     def is_out_of_memory(self, error: BaseException) -> bool:
         told = isinstance(error, RuntimeError) and any(text in str(error) for text in self.used_up)
         return told or super().is_out_of_memory(error)
+
+    def graph(self) -> Graph:
+        return TorchGraph(self.type, self.graphs) if self.graphs else super().graph()
 
     def _index(self, world: World, found: Probe) -> int:
         seen = len(found.devices)

@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from accelbridge.backend import Collectives, Device, Execution, Gradients, Precision, Support, World, unsupported
-from accelbridge.errors import ConfigError
+from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
+from accelbridge.portable.capture import CapturedPasses, Passes
 from accelbridge.portable.dtensor_cache import forget_meshes
 from accelbridge.portable.evaluation import without_training
 from accelbridge.portable.replicas import Replicas
@@ -179,6 +180,14 @@ class EagerExecution(Execution):
     def compile(self, unit: nn.Module) -> None:
         # Not unit.compile(), which takes in the hooks: those of FSDP2, added later, communicate and must stay outside.
         unit.forward = torch.compile(unit.forward, fullgraph=True)
+
+    def capture(self, model: nn.Module, passes: Passes) -> Passes:
+        if self._layout.size > 1 or self._realised[id(model)].modules:
+            raise Unsupported(
+                f"asked: capture in layout {self._layout.describe()}; found: sharded parameters, which are gathered or "
+                "cast into memory that is freed after use, and a graph needs it to stay; do: set train.capture: false"
+            )
+        return CapturedPasses(self._device, model.parameters(), passes)
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[None]:

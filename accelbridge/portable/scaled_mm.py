@@ -24,7 +24,7 @@ from accelbridge.kernels.tiles import bind
 from accelbridge.portable.fp8 import EmulatedFp8, k_step
 from accelbridge.portable.fp8_cells import MIXED
 from accelbridge.precision.quantized import QuantizedTensor, dtype_of
-from accelbridge.precision.scalings import WHOLE
+from accelbridge.precision.scalings import WHOLE, scaling_of
 
 KINDS: Mapping[tuple[int, int], str] = {
     (WHOLE, WHOLE): "tensor",
@@ -45,6 +45,9 @@ RECIPES = {
 _ONE_FORMAT = ("mx", "block1x128", "block128x128")
 """Scalings for which ``torch.nn.functional.scaled_mm`` takes nothing but float8_e4m3fn (check_mxfp8_recipe,
 check_deepseek_recipe). ``torch._scaled_mm``, which asks for no more than 8-bit floats, takes mixed pairs there too."""
+
+
+_NOT_STATED = unsupported("the backend states no support for it")
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,13 @@ class TorchScaledMm(EmulatedFp8):
         self._ours = None if kernels is None or not installed_triton() or not kernels.quantize() else _Ours.of(kernels)
 
     def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
-        """As :class:`EmulatedFp8` does, bit for bit."""
+        """As :class:`EmulatedFp8` does, bit for bit, in the formats that the table states: in others nothing could be
+        multiplied."""
+        support = self._table.get(("quantize", format.name, scaling_of(scaling).name), _NOT_STATED)
+        if not support:
+            raise Unsupported(
+                f'backend "{self.name}" was asked to quantize to {format.name}, scaling {scaling}: {support.reason}'
+            )
         ours = self._ours
         if ours is None or not ours.may_run_on(x) or ours.rounds_otherwise(format):
             return super().quantize(x, format, scaling, scale)
@@ -139,9 +148,7 @@ class TorchScaledMm(EmulatedFp8):
 
     def _support(self, a: QuantizedTensor, b: QuantizedTensor) -> Support:
         pair = a.format.name if a.format.name == b.format.name else f"{a.format.name} x {b.format.name}"
-        found = self._table.get(("scaled_mm", pair, kinds_of(a, b)))
-        if found is None:
-            return unsupported("the backend states no support for it")
+        found = self._table.get(("scaled_mm", pair, kinds_of(a, b)), _NOT_STATED)
         return found.within(_sizes(a, b))
 
     def _gives(self, a: QuantizedTensor, out_dtype: torch.dtype) -> bool:

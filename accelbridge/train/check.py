@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from accelbridge.backend import Capabilities
-from accelbridge.errors import ConfigError, NotSupportedYet
+from accelbridge.errors import ConfigError, NotSupportedYet, Unsupported
 from accelbridge.models.config import ModelConfig
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.config import MemoryConfig, ParallelConfig, TrainConfig, TrainSection
@@ -152,6 +152,49 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
         raise ConfigError(
             f"train.deterministic asked; {capabilities.deterministic.reason}; set train.deterministic: false"
         )
+
+
+def check_capture(config: TrainConfig, capabilities: Capabilities, layout: Layout, random: Sequence[str]) -> None:
+    """Whether a microbatch's passes can be a graph (``train.capture``), as far as it is known before they run.
+    ``random``: classes of modules that draw from generators. Raises ConfigError, or Unsupported of the device."""
+    if not config.train.capture:
+        return
+    support = capabilities.capture
+    if not support:
+        on = capabilities.chip.name
+        raise Unsupported(f"train.capture asked; {support.reason} (on {on}); set train.capture: false")
+    why, do = _against_capture(config, layout, random)
+    if why:
+        raise ConfigError(f"train.capture asked; {why}; {do}, or train.capture: false")
+
+
+def _against_capture(config: TrainConfig, layout: Layout, random: Sequence[str]) -> tuple[str, str]:
+    """What keeps these passes from being a graph, and the setting that would let them; "" where nothing does."""
+    precision = config.precision
+    if layout.size > 1:
+        return (
+            f"layout {layout.describe()} has {_devices(layout.size)}: sharded parameters are gathered into memory that "
+            "is freed after use, and a graph needs it to stay; collectives in a graph have run on no device here",
+            "run on one device",
+        )
+    if precision.compute == "fp8":
+        return "fp8 decides on the host what a step measures and counts", "set precision.compute: bfloat16"
+    if not precision.compute == precision.params == precision.reduce:
+        return (
+            f"precision has compute {precision.compute}, params {precision.params} and reduce {precision.reduce}: with "
+            "more than one dtype parameters are cast into memory that is freed after use",
+            "set all three to one dtype",
+        )
+    if config.memory.recompute != "none":
+        return "recomputation reads the generators' states in every step", "set memory.recompute: none"
+    if config.train.compile:
+        return "compiled code checks on the host what it was compiled for, in every step", "set train.compile: false"
+    if random:
+        return (
+            f"{', '.join(random)} draws from the device's generator, of which a graph draws other numbers",
+            "use accelbridge.models.Dropout",
+        )
+    return "", ""
 
 
 def _memory(memory: MemoryConfig) -> None:

@@ -262,6 +262,9 @@ class TrainSection(Section):
     """Same layout and backend give the same bits (always so on the CPU)."""
     compile: bool = False
     """Compile each shard unit with torch.compile; the first steps then take long."""
+    capture: bool = False
+    """Record the passes of a microbatch as one graph of the device and launch it whole: for small microbatches, whose
+    kernels run shorter than the host takes to launch them. One process, one dtype, nothing recomputed or compiled."""
     eval_interval: Count = 0
     """Steps between evaluations on ``data.validation``; 0: only at the end."""
     max_seconds: Seconds | None = None

@@ -24,6 +24,7 @@ from accelbridge.plan import ExecutionPlan
 from accelbridge.plugins import Selection, choose, instantiate
 from accelbridge.train.check import (
     accumulation_steps,
+    check_capture,
     check_processes,
     check_settings,
     check_tensor_parallel,
@@ -142,6 +143,7 @@ def _prepare(
     check_processes(world.size, target.capabilities)
     layout = resolve_layout(config.parallel, world.size * target.devices_per_process(), target.capabilities)
     check_tensor_parallel(layout, config.model, config.train.seq_len)
+    check_capture(config, target.capabilities, layout, provided.random)
     size, count = accumulation_steps(config.train, layout)
     if config.model is None and not provided.model:
         raise ConfigError(

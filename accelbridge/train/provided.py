@@ -16,7 +16,7 @@ from accelbridge.train.config import TrainConfig
 from accelbridge.train.loss import Loss, NextTokenLoss
 from accelbridge.train.prepare import Prepared
 from accelbridge.train.run_plan import Provided
-from accelbridge.train.uncovered import check_savable, coverage_notes
+from accelbridge.train.uncovered import check_savable, coverage_notes, random_modules
 
 
 def packed(prepared: Prepared, split: str) -> Samples | None:
@@ -57,6 +57,7 @@ def provided(
         data=data,
         loss=loss is not None,
         dropout=dropout,
+        random=random_modules(model),
         vocab_head=vocab_head,
         parameters=parameters,
         linears=linears(model),

@@ -44,6 +44,8 @@ class Provided:
     loss: bool = False
     dropout: bool = False
     """Whether the model holds a dropout of ours."""
+    random: Sequence[str] = ()
+    """Classes of its modules that draw from torch's generators."""
     vocab_head: bool = True
     """Whether the model leaves logits split along the vocabulary where tp is above 1."""
     notes: Sequence[str] = ()
@@ -83,7 +85,7 @@ def plan_run(
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
-    return _with_units(plan, recompute, config.train.compile), recompute, fp8
+    return _with_units(plan, recompute, config), recompute, fp8
 
 
 def _with_fp8(plan: ExecutionPlan, fp8: Fp8Run | None) -> ExecutionPlan:
@@ -124,12 +126,19 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     return choose(activations, config.model.layers, setting.budget)
 
 
-def _with_units(plan: ExecutionPlan, recompute: Recompute, compiled: bool) -> ExecutionPlan:
-    """The plan, which also says what is done to shard units."""
+def _with_units(plan: ExecutionPlan, recompute: Recompute, config: TrainConfig) -> ExecutionPlan:
+    """The plan, which also says what is done to shard units and to the passes as a whole."""
     notes = [recompute.note] if recompute.note else []
-    notes += ["compile: each shard unit is one graph of torch.compile"] if compiled else []
+    notes += ["compile: each shard unit is one graph of torch.compile"] if config.train.compile else []
+    notes += [_CAPTURED] if config.train.capture else []
     contract = {**plan.contract, "recompute": recompute.as_dict()}
     return replace(plan, notes=(*plan.notes, *notes), contract=contract)
+
+
+_CAPTURED = (
+    "capture: the passes of a microbatch are one graph of the device: the first microbatch of the run is run as "
+    "always, the second is recorded, and from then on none of the model's Python runs in a step"
+)
 
 
 def _decoder_requests(config: TrainConfig) -> list[Request]:

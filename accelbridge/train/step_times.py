@@ -4,7 +4,8 @@ Keys of a step line, in seconds of this process (rank 0 writes the file):
 
 - ``time_data``: until the batch was there; near 0 as long as the loader's thread keeps ahead;
 - ``time_forward``, ``time_backward``: in all forward (with copying the batch to the device and counting its targets)
-  and backward passes of the step. Collectives of the layout are in them where the host waits for each (gloo);
+  and backward passes of the step; with ``train.capture`` launching them is all ``time_backward``. Collectives of the
+  layout are in them where the host waits for each (gloo);
 - ``time_optimizer``: norm, clipping, update, and the end of the step, which launches the graph of a lazy device;
 - ``time_collectives``: of all these, what the host waited for in the works of interposed process groups; 0 where the
   vendor's groups stay native, or nothing is waited for by the host;

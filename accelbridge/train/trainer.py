@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,7 +70,9 @@ from accelbridge.watch.watch import Watch
 Batch = Mapping[str, Tensor]
 
 _DROPOUT_KEYS = "accelbridge.dropout_keys"
-"""Where a batch carries the row keys of dropout until it is placed."""
+"""Where a batch carries the row keys of dropout until it is placed, and to the passes of a microbatch."""
+_DIVISOR = "accelbridge.divisor"
+"""Where it carries what those divide their sum of losses by."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Trainer:
         self.memory_use = MemoryUse()
         self._loss_scale: LossScale | None = None
         """With compute float16 only."""
+        self._captured: Callable[[Batch], Tensor] | None = None
+        """With train.capture only."""
         self._resources = ExitStack()
         parallel = self.config.parallel
         logs = self.prepared.output / "logs"
@@ -213,24 +217,35 @@ class Trainer:
         self.times.lap("optimizer")
         return self.guards.keep(self.step + 1, gradients, values)
 
-    def accumulate(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    def accumulate(self, microbatches: list[dict[str, Tensor]], captured: bool = True) -> tuple[Tensor, Tensor]:
         """Forward and backward passes of a step, which add gradients up. Returns this replica's share of the mean loss
-        and the number of targets of the whole step, both on the device."""
-        execution, model, scale, times = self.execution, self.model, self._loss_scale, self.times
+        and the number of targets of the whole step, both on the device. ``captured`` False: not as a graph, in which no
+        hook of a module runs."""
+        execution, model = self.execution, self.model
+        passes = self._captured if captured and self._captured is not None else self._passes
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
         total = torch.zeros_like(targets)
         divisor = targets.clamp(min=1)  # a step without a single target has loss 0, not NaN
-        for index, batch in enumerate(batches):
-            # Open in the backward pass as well, where recomputation must draw the same masks.
-            with execution.microbatch(model, index, len(batches)), ops.dropout_stream(dropout_keys[index]):
-                loss = self.loss(model, batch) / divisor
-                times.lap("forward")
-                (loss if scale is None else loss * scale.scale).backward()
-            times.lap("backward")
-            total += loss.detach()
+        for index, (batch, keys) in enumerate(zip(batches, dropout_keys, strict=True)):
+            inputs = {**batch, _DIVISOR: divisor} | ({} if keys is None else {_DROPOUT_KEYS: keys})
+            with execution.microbatch(model, index, len(batches)):
+                total += passes(inputs)
+            self.times.lap("backward")
         return total, targets
+
+    def _passes(self, inputs: Batch) -> Tensor:
+        """Forward and backward pass of one microbatch; its share of the step's mean loss. Whatever changes from one to
+        the next comes with ``inputs``: these passes may be a graph."""
+        batch, scale = dict(inputs), self._loss_scale
+        keys, divisor = batch.pop(_DROPOUT_KEYS, None), batch.pop(_DIVISOR)
+        # Open in the backward pass as well, where recomputation must draw the same masks.
+        with ops.dropout_stream(keys):
+            loss = self.loss(self.model, batch) / divisor
+            self.times.lap("forward")
+            (loss if scale is None else loss * scale.scale).backward()
+        return loss.detach()
 
     def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
         """Clip the gradients, update and clear them, unless a guard masks the update; what the metrics say of it."""
@@ -334,6 +349,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
         if config.precision.compute == "float16":
             self._loss_scale = LossScale(config.precision.loss_scale, self.execution.device)
+        if config.train.capture:
+            self._captured = self.execution.capture(self.model, self._passes)
         self.guards = Guards(
             config.guards,
             self.execution.device,

@@ -7,11 +7,17 @@ from torch import nn
 from accelbridge.errors import ConfigError
 
 
+def random_modules(model: nn.Module) -> list[str]:
+    """Classes of modules that draw from the rank's generators in training."""
+    found = (m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+    return sorted({type(module).__name__ for module in found})
+
+
 def coverage_notes(model: nn.Module) -> list[str]:
     """Notes for the plan: modules that run as plain torch, and random ones whose values depend on the layout."""
     leaves = [module for module in model.modules() if not list(module.children())]
     plain = sorted({type(m).__name__ for m in leaves if type(m).__module__.startswith("torch.nn")})
-    dropouts = sorted({type(m).__name__ for m in leaves if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0})
+    dropouts = random_modules(model)
     notes = []
     if plain:
         notes.append(f"outside the plan, as plain torch modules: {', '.join(plain)}")

@@ -129,8 +129,8 @@ def _train(bench: Bench, compute: str, microbatch: int) -> dict[str, Any]:
         if trainer.fp8 is not None:
             trainer.fp8.count(False)  # as in steps whose metrics nobody reads
         batches = stack.enter_context(Prefetcher(trainer.loader, 0, sizes.warmup + ROUNDS * each))
-        first, _, _ = _steps(trainer, batches, sizes.warmup, device.synchronize)
-        rounds = [_steps(trainer, batches, each, device.synchronize) for _ in range(ROUNDS)]
+        first, _, _ = timed_steps(trainer, batches, sizes.warmup, device.synchronize)
+        rounds = [timed_steps(trainer, batches, each, device.synchronize) for _ in range(ROUNDS)]
         losses = [first.item(), rounds[-1][0].item()]
         choices = {op.op: op.implementation for op in trainer.plan.ops}
         level = trainer.prepared.fp8.recipe.support.level if trainer.prepared.fp8 is not None else "full"
@@ -154,7 +154,7 @@ def _train(bench: Bench, compute: str, microbatch: int) -> dict[str, Any]:
     }
 
 
-def _steps(
+def timed_steps(
     trainer: Trainer, batches: Prefetcher, count: int, synchronize: Callable[[], None]
 ) -> tuple[Tensor, float, float]:
     """(loss of the last step, seconds of one, seconds until the host had queued one)."""

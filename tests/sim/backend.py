@@ -112,7 +112,8 @@ def environment(folder: Path) -> dict[str, str]:
     """What makes the simulated backends found, whose :func:`site` is ``folder / "site"``."""
     repository = Path(__file__).parents[2]
     # A backend from outside the core is probed in a process of its own, which may be slow on a busy machine.
-    return {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(repository)]), "ACCELBRIDGE_PROBE_SECONDS": "60"}
+    path = [str(folder / "site"), str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "ACCELBRIDGE_PROBE_SECONDS": "60"}
 
 
 def site(folder: Path, more: Mapping[str, str] | None = None) -> Path:

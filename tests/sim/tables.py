@@ -9,7 +9,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, ClassVar
 
-from accelbridge.backend import Capabilities, DeviceInfo, Matmul, Probe
+from accelbridge.backend import Capabilities, DeviceInfo, Matmul, Probe, unsupported
+from accelbridge.portable.described import DescribedBackend
 from tests.sim.backend import CAPACITY, HpuSim, Plugin
 from tests.sim.names import DEVICES
 
@@ -29,6 +30,8 @@ class TableSim(HpuSim):
     gpu: ClassVar[str]
     facts: ClassVar[Any]
     """The module of the GPU's facts."""
+    real: ClassVar[type[DescribedBackend]]
+    """The GPU's backend."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -41,18 +44,22 @@ class TableSim(HpuSim):
     def capabilities(cls, chip: str, software: Mapping[str, str]) -> Capabilities:
         real = cls.facts.capabilities(cls.facts.CHIPS[cls.gpu], software)
         table = {key: replace(cell, reason=f"simulated: {cell.reason}".strip()) for key, cell in real.table.items()}
-        return replace(real, chip=replace(real.chip, name=chip, peak_flops={}), table=table)
+        none = unsupported("the simulated device has no graphs")
+        return replace(real, chip=replace(real.chip, name=chip, peak_flops={}), table=table, capture=none)
 
     @cached_property
     def matmul(self) -> Matmul:
-        from accelbridge.portable.fp8 import EmulatedFp8
+        from tests.sim.products import TableProducts
 
-        return EmulatedFp8(self.name)
+        backend = self.real()
+        backend.host = self.real.assume(self.gpu, 1, {})
+        return TableProducts(self.name, backend.here.table, backend.conventions(public=True))
 
 
 def _of(gpu: str) -> type[TableSim]:
     facts = import_module(f"{CHIPS[gpu]}.facts")
-    return type(f"Sim_{gpu}", (TableSim,), {"name": f"sim-{gpu}", "gpu": gpu, "facts": facts})
+    real = import_module(CHIPS[gpu]).accelbridge_backend()
+    return type(f"Sim_{gpu}", (TableSim,), {"name": f"sim-{gpu}", "gpu": gpu, "facts": facts, "real": real})
 
 
 TABLES = {gpu: _of(gpu) for gpu in CHIPS}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelbridge.conformance.bench import Bench, NotSupported
+from accelbridge.conformance.calls import fitting
 from accelbridge.conformance.oracle.formats import E4M3, TABLES, Table
 from accelbridge.conformance.oracle.scaled import product_bound, shared_exponents, spread
 from accelbridge.conformance.registry import case
@@ -178,8 +179,13 @@ def _exponents(t: Bench, shape: tuple[int, int], block: tuple[int, int], name: s
     return torch.exp2(t.integers(rows, columns, low=-2, high=2, name=name))
 
 
+def _sizes(t: Bench, table: Table, scaling: str) -> tuple[int, ...]:
+    """M, K and N that blocks of 128 do not divide, as far as the limits of the cell allow."""
+    return fitting(t.capabilities.support("scaled_mm", table.name, scaling), m=144, k=384, n=160)
+
+
 def _scales_by_hand(t: Bench, table: Table, scaling_a: str, scaling_b: str) -> None:
-    m, k, n = 144, 384, 160
+    m, k, n = _sizes(t, table, pair(scaling_a, scaling_b))
     a, b = _integers(t, m, k, n)
     codes_a, codes_b = table.encode(a), table.encode(b)
     block_a, block_b = _BLOCKS[scaling_a], _BLOCKS[scaling_b]
@@ -193,7 +199,7 @@ def _scales_by_hand(t: Bench, table: Table, scaling_a: str, scaling_b: str) -> N
 
 
 def _quantised_exactly(t: Bench, table: Table, scaling: str) -> None:
-    m, k, n = 144, 384, 160
+    m, k, n = _sizes(t, table, _POWERS_OF_TWO[scaling])
     operands = []
     for rows, name in ((m, "qa"), (n, "qb")):
         x = t.integers(rows, k, name=name).double()

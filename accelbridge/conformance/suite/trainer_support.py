@@ -198,7 +198,9 @@ def equal_all(
     """The same names, and the same bits under each."""
     t.same(tuple(sorted(got)), tuple(sorted(want)), f"{name} names".strip(), code="NAMES")
     for key in want.keys() & got.keys():
-        t.equal(got[key], want[key], code=code, name=f"{name} {key}".strip())
+        # torch's AdamW counts updates on the host where it is neither fused nor capturable (torch/optim/adam.py).
+        host = key.endswith(".step") and got[key].device.type == "cpu" != t.device.type
+        t.equal(got[key], want[key], code=code, name=f"{name} {key}".strip(), host=host)
 
 
 def lines(t: Bench, name: str) -> list[dict[str, Any]]:

@@ -53,6 +53,8 @@ EFFICIENT = Kernel(
 )
 _PACKAGES = {"fa3": ("FA3", "flash_attn_interface"), "fa4": ("FA4", "flash_attn.cute")}
 """Name of the implementation in torch, and the module that it imports."""
+_SINCE = {"fa3": "2.11", "fa4": "2.10"}
+"""The first torch that can put it in place (torch/nn/attention/_fa3.py, _fa4.py)."""
 
 
 def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Implementation]:
@@ -73,7 +75,7 @@ def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Imple
     flash = candidate(FLASH, against("flash", lambda request: _flash_backward(architecture, request)))
     efficient = candidate(EFFICIENT, against("efficient"))
     by_torch = (cudnn, flash, efficient) if first else (flash, efficient, cudnn)
-    packages = (_own_flash(name, architecture, against(name)) for name in _PACKAGES)
+    packages = (_own_flash(name, architecture, software, against(name)) for name in _PACKAGES)
     ours = flash_attention(tiles(architecture), lacking(architecture), available(software), against("triton"))
     return (*by_torch, *packages, ours)
 
@@ -92,7 +94,9 @@ def _flash_backward(architecture: str, request: Request) -> Support | None:
     return None
 
 
-def _own_flash(name: str, architecture: str, against: Callable[[Request], Support | None]) -> Implementation:
+def _own_flash(
+    name: str, architecture: str, software: Mapping[str, str], against: Callable[[Request], Support | None]
+) -> Implementation:
     """flash-attention's own newer versions, which torch puts in the place of its flash kernel for the whole process."""
     label, module = _PACKAGES[name]
 
@@ -100,6 +104,10 @@ def _own_flash(name: str, architecture: str, against: Callable[[Request], Suppor
         known = ARCHITECTURES.get(architecture)
         if known is None or name not in known.flash:
             return unsupported(f"{label} is not written for {architecture}")
+        if not at_least(torch := software.get("torch"), _SINCE[name]):
+            return unsupported(
+                f"torch {_SINCE[name]} is the first that can use {label}, not {torch or 'an unknown one'}"
+            )
         if not _installed(module):
             return unsupported(f"{module} is not installed")
         return against(request)

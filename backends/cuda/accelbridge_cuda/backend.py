@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe, Support
+from accelbridge.errors import ConfigError
 from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.portable.described import DescribedBackend
 from accelbridge_cuda import facts
@@ -49,6 +50,18 @@ class CudaBackend(DescribedBackend):
     @classmethod
     def usual_software(cls, torch: str) -> Mapping[str, str]:
         return facts.usual_software(torch)
+
+    @classmethod
+    def assume(cls, chip: str, devices: int, software: Mapping[str, str]) -> Probe:
+        from accelbridge_cuda.host import BLACKWELL_SINCE, lacks_code
+
+        probe = super().assume(chip, devices, software)
+        if lacks_code(probe.devices[0].chip, cuda := probe.software.get("cuda")):
+            raise ConfigError(
+                f"{probe.devices[0].chip} with CUDA {cuda} asked; torch's wheels for it hold no code for that chip; "
+                f"assume cuda={'.'.join(map(str, BLACKWELL_SINCE))} or later"
+            )
+        return probe
 
     def chip(self, probe: Probe) -> tuple[str, str]:
         from accelbridge_cuda.host import chip

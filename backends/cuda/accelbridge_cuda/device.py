@@ -12,6 +12,7 @@ class CudaDevice(DiscreteDevice):
 
     visible = (VISIBLE,)
     lists = "nvidia-smi"
+    graphs = "CUDAGraph"
     # What torch's allocator (class OutOfMemoryError), the runtime, cuBLAS and NCCL say.
     used_up = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "'out of memory'")
     busy = ("busy or unavailable",)  # cudaErrorDevicesUnavailable, by the compute mode

@@ -148,7 +148,8 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
         lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
     )
     moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
-    return Capabilities(Chip(chip, peaks, memory), table, facts={**_FACTS, **(known.facts or {}), **moved})
+    facts = {**_FACTS, **(known.facts or {}), **moved}
+    return Capabilities(Chip(chip, peaks, memory), table, facts=facts, capture=FULL)
 
 
 def library_products(chip: str, software: Mapping[str, str]) -> Cells:

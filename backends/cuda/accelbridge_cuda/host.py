@@ -27,6 +27,12 @@ table "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version C
 INDEXES = {12: "cu126 or cu128", 13: "cu130"}
 """CUDA major version -> wheel indexes of torch 2.9 and later, which have none for CUDA 11 (pytorch/pytorch#147383);
 pytorch.org/get-started/locally lists those of now."""
+BLACKWELL_SINCE = (12, 8)
+"""The first CUDA whose wheels of torch hold code for compute capability 10.0 and 12.0; those of 12.6 end at 9.0, and
+hold none that a driver could compile for a later one: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC (torch 2.13),
+and .ci/manywheel/build_cuda.sh of torch 2.10, TORCH_CUDA_ARCH_LIST."""
+BLACKWELL_INDEXES = {12: "cu128 (torch 2.9 to 2.11) or cu129 (torch 2.12 and 2.13)", 13: "cu130"}
+"""RELEASE.md of pytorch/pytorch, by pytorch/pytorch#182849 (12.8 ends with 2.11) and #188443 (12.9 in 2.12, 2.13)."""
 INSTALL = "pytorch.org/get-started/locally"
 LIBRARIES = {"cudnn": "nvidia-cudnn-cu{major}", "nccl": "nvidia-nccl-cu{major}"}
 """What torch's wheels from PyPI depend on, by which its versions can be told without loading it."""
@@ -82,6 +88,8 @@ def judge(reading: Reading, environment: Mapping[str, str], build: TorchBuild | 
     if problem:
         return Probe(False, problem, software=software, facts=facts)
     infos = tuple(_info(index, device) for index, device in enumerate(devices))
+    if problem := _no_code(infos, reading, build):
+        return Probe(False, problem, software=software, facts=facts)
     busy = [index for index, device in enumerate(devices) if _busy(device.gpu)]
     if len(busy) == len(devices):
         return Probe(False, _all_busy(devices), software=software, facts=facts)
@@ -158,7 +166,10 @@ def _index(reading: Reading) -> str:
     if not reading.driver:
         return "named cu and a version, such as cu130"
     majors = [major for major in MINIMUM_DRIVERS if _serves(reading, major)]
-    return INDEXES[max(majors)] if majors else "cu126 or newer, with a newer driver"
+    new = any(gpu.compute_capability[0] > 9 for gpu in reading.gpus)
+    if not majors:
+        return f"{'cu128' if new else 'cu126'} or newer, with a newer driver"
+    return (BLACKWELL_INDEXES if new else INDEXES)[max(majors)]
 
 
 def _serves(reading: Reading, major: int) -> bool:
@@ -180,6 +191,23 @@ def _old_driver(reading: Reading, build: TorchBuild | None) -> str:
     return (
         f"driver {reading.driver} is too old for torch {build.version}, which is built for CUDA {cuda} and needs "
         f"{needs}; install a newer driver{other}"
+    )
+
+
+def lacks_code(chip: str, cuda: str | None) -> bool:
+    """Whether torch's wheels for this CUDA hold no code for ``chip``; those of other builds may hold any."""
+    return 100 <= arch_number(chip) < 1 << 16 and numbers(cuda or "") < BLACKWELL_SINCE and bool(numbers(cuda or ""))
+
+
+def _no_code(devices: Sequence[DeviceInfo], reading: Reading, build: TorchBuild | None) -> str:
+    cuda = build.built_for.get("cuda") if build else None
+    without = next((device.chip for device in devices if lacks_code(device.chip, cuda)), None)
+    if build is None or without is None:
+        return ""
+    older = any(not lacks_code(device.chip, cuda) for device in devices)
+    return (
+        f"torch {build.version} is built for CUDA {cuda}, whose wheels hold no code for {without}; install torch from "
+        f"the wheel index {_index(reading)} ({INSTALL}){f', or leave that GPU out by {VISIBLE}' if older else ''}"
     )
 
 

@@ -259,13 +259,15 @@ def test_flash_of_ones_own_is_put_in_place_when_it_is_bound(
 ) -> None:
     torch_attention = pytest.importorskip("torch.nn.attention")
     activated: list[str] = []
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append, raising=False)
     monkeypatch.setattr(attention, "_installed", lambda module: True)
     found = named(architecture)[name]
     assert found.supports(CAUSAL)
     assert activated == []
     found.load()
     assert activated == [label]
+    for torch, able in (("2.9.1", False), ("2.10.0", name == "fa4"), ("2.11.0", True)):
+        assert bool(named(architecture, {**NOW, "torch": torch})[name].supports(CAUSAL)) is able
     assert f"{label} is not written for sm80" in named("sm80")[name].supports(CAUSAL).reason
 
 
@@ -320,6 +322,13 @@ def test_an_assumed_version_that_nothing_reads_is_refused() -> None:
         CudaBackend.assume("h100", 1, {"torhc": "2.9"})
     with pytest.raises(ConfigError, match='torch "new" asked; that is no version'):
         CudaBackend.assume("h100", 1, {"torch": "new"})
+
+
+def test_an_assumed_wheel_has_to_hold_code_for_the_chip() -> None:
+    with pytest.raises(ConfigError, match=r"B200 \(sm100\) with CUDA 12\.6 asked; .*assume cuda=12\.8 or later"):
+        CudaBackend.assume("b200", 8, {"cuda": "12.6"})
+    assert CudaBackend.assume("b200", 8, {"cuda": "12.8"}).available
+    assert CudaBackend.assume("h100", 8, {"cuda": "12.6"}).available
 
 
 def test_facts_and_predicates_load_no_torch() -> None:

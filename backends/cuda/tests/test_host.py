@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accelbridge_cuda import host, nvml
 from accelbridge_cuda.nvml import Reading
 
 DATA = Path(__file__).parents[3] / "tests" / "data" / "probes" / "cuda"
+CUDA126 = TorchBuild("2.13.0+cu126", {"cuda": "12.6", "hip": None})
 CUDA12 = TorchBuild("2.10.0+cu128", {"cuda": "12.8", "hip": None})
 CUDA13 = TorchBuild("2.13.0+cu130", {"cuda": "13.0", "hip": None})
 CUDA14 = TorchBuild("3.1.0+cu140", {"cuda": "14.0", "hip": None})
@@ -87,6 +89,8 @@ def test_every_file_is_whole_and_names_its_sources(path: Path) -> None:
          "from the wheel index cu130"),
         ("h100", CUDA13, "driver 550.127.05 is too old for torch 2.13.0+cu130, which is built for CUDA 13.0 and needs "
          "driver 580 or newer; install a newer driver, or torch from the wheel index cu126 or cu128"),
+        ("b200", CUDA126, "torch 2.13.0+cu126 is built for CUDA 12.6, whose wheels hold no code for NVIDIA B200 "
+         "(sm100); install torch from the wheel index cu130 (pytorch.org/get-started/locally)"),
         ("busy", CUDA12, "all 2 visible GPUs are in exclusive-process mode and taken by other processes"),
         ("prohibited", CUDA12, "all 2 visible GPUs are in compute mode prohibited"),
         ("a100-mig-empty", CUDA12, "MIG mode is on, and the visible GPUs have no instances; create some"),
@@ -97,6 +101,31 @@ def test_what_cannot_run_says_why(name: str, build: TorchBuild | None, reason: s
     assert not found.available
     assert reason in found.reason
     assert found.devices == ()
+
+
+@pytest.mark.parametrize(
+    "chip", ["NVIDIA B200 (sm100)", "NVIDIA B300 SXM6 AC (sm103)", "NVIDIA GeForce RTX 5090 (sm120)"]
+)
+def test_blackwell_needs_a_wheel_that_holds_its_code(chip: str) -> None:
+    for cuda, lacking in (("12.6", True), ("12.8", False), ("12.9", False), ("13.0", False), (None, False)):
+        assert host.lacks_code(chip, cuda) is lacking
+    assert not host.lacks_code(H100, "12.6")
+    assert not host.lacks_code("NVIDIA Thing", "12.6")  # of which nothing is known
+
+
+def test_an_old_driver_of_a_new_gpu_is_told_a_wheel_that_serves_both() -> None:
+    old = replace(reading("b200"), cuda=12080, driver="570.86.15")
+    found = host.judge(old, {}, CUDA126)
+    assert not found.available
+    assert "from the wheel index cu128 (torch 2.9 to 2.11) or cu129 (torch 2.12 and 2.13)" in found.reason
+    assert host.judge(old, {}, CUDA12).available
+
+
+def test_a_mixed_host_may_leave_the_new_gpu_out() -> None:
+    both = replace(reading("h100"), gpus=(*reading("h100").gpus[:1], *reading("b200").gpus[1:2]))
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert "or leave that GPU out by CUDA_VISIBLE_DEVICES" in host.judge(both, environment, CUDA126).reason
+    assert host.judge(both, {**environment, "CUDA_VISIBLE_DEVICES": "0"}, CUDA126).available
 
 
 def test_a_forward_compatibility_package_makes_an_old_driver_serve() -> None:

@@ -77,7 +77,8 @@ def _prefer_ck() -> None:
     """torch takes CK's kernels in the place of AOTriton's for the whole process (preferred_rocm_fa_library)."""
     import torch
 
-    if not torch.backends.cuda.is_ck_sdpa_available():
+    # torch 2.9 has the preference, and does not tell whether it was built with it.
+    if not getattr(torch.backends.cuda, "is_ck_sdpa_available", bool)():
         raise BackendError(
             "backend.ops.attention ck asked; this torch was built without it; choose flash, or a torch built with "
             "USE_ROCM_CK_SDPA=1"

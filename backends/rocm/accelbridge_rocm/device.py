@@ -11,6 +11,7 @@ class RocmDevice(DiscreteDevice):
 
     visible = (HIP, CUDA, ROCR)
     lists = "amd-smi process"
+    graphs = "CUDAGraph"
     # What torch's allocator, HIP, hipBLAS and RCCL say.
     used_up = ("HIP out of memory", "HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED", "'out of memory'")
     flags = {

@@ -128,7 +128,22 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
     moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
     facts = {**_FACTS, "fp8.variant": variant, **moved}
-    return Capabilities(Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals)
+    return Capabilities(
+        Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals, capture=_capture(software)
+    )
+
+
+def _capture(software: Mapping[str, str]) -> Support:
+    """Before ROCm 7.14, HIP does not report what must not be done while a graph is recorded (pytorch/pytorch#187110;
+    pytorch/pytorch#155684): a graph of such work is wrong in silence. ROCm 7.0 is when it began to refuse some of it
+    (ROCm/rccl#2022). torchtitan records no graphs where torch.version.hip is set."""
+    rocm = software.get("rocm")
+    if at_least(rocm, "7.14"):
+        return FULL
+    return unsupported(
+        f"HIP before ROCm 7.14 does not report what a graph must not hold, so that it would be wrong in silence "
+        f"(pytorch/pytorch#187110); here is {rocm or 'an unknown one'}"
+    )
 
 
 def _families(architecture: str) -> tuple[tuple[str, str], ...]:

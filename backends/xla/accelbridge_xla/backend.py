@@ -50,9 +50,11 @@ class XlaBackend(Backend):
     accelerator: ClassVar[bool] = True
     chips = {each.name.removeprefix("TPU ").lower(): each.name for each in hardware.GENERATIONS.values()}
 
+    versions: ClassVar[tuple[str, ...]] = ("torch", "torch_xla", "libtpu")
+
     @classmethod
     def probe(cls) -> Probe:
-        software = {name: found for name in ("torch", "torch_xla", "libtpu") if (found := _version(name))}
+        software = {name: found for name in cls.versions if (found := _version(name))}
         facts = {"host": platform.node(), "python": platform.python_version()}
         if find_spec("torch_xla") is None:
             return Probe(False, "torch_xla is not installed", software=software, facts=facts)
