@@ -140,10 +140,11 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the
-        method of the backend's own interface, where the op has them."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, unless the backend
+        states that it is wrong there, ``interface`` the method of the backend's own interface, where the op has
+        them."""
         found: list[tuple[str, Callable[..., Any]]] = []
-        if request.op in ops.NAMES:
+        if request.op in ops.NAMES and request.op not in self.capabilities.wrong_references:
             found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -29,12 +29,9 @@ OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropou
 MOVES = ("all_gather", "broadcast", "all_to_all")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
-_BFLOAT16 = (
-    "under spmd, XLA sums the gradients of data-parallel devices in the dtype of the product that makes them, so "
-    "precision.reduce float32 would not be kept"
-)
 _FLUSHED = {"ftz.float32": "flushed"}
 """Of XLA's CPU client, where it was measured. (The partitioner sends a row as a sum with zeros on any chip.)"""
+_DROPOUT = "torch_xla 2.9.0 promotes int32 to 64 bits where a Python number is an operand, so products do not wrap"
 _FLOAT16 = "TPUs have no float16 arithmetic"
 _FLOAT8 = "fp8 products are not built yet"
 
@@ -76,6 +73,7 @@ class XlaBackend(Backend):
             recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
             several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
+            wrong_references={"dropout": _DROPOUT},
             facts={"move.zero_sign": "lost", **(_FLUSHED if chip == hardware.VIRTUAL else {})},
             subnormals={"float32": "flushed", "bfloat16": "flushed"} if chip == hardware.VIRTUAL else {},
         )
@@ -101,7 +99,11 @@ class XlaBackend(Backend):
     def implementations(self) -> Sequence[Implementation]:
         adamw = Implementation("adamw", "on_device", _adamw_supports, lambda: self.execution.adamw)  # type: ignore
         dropout = Implementation("dropout", "int32", lambda _: FULL, _load_dropout)
-        return (*super().implementations(), adamw, dropout)
+        wide = [
+            Implementation(op, "float32_gradients", _in_bfloat16, partial(_load_bfloat16, op))
+            for op in ("linear", "embedding")
+        ]
+        return (*super().implementations(), adamw, dropout, *wide)
 
 
 def _version(distribution: str) -> str | None:
@@ -128,6 +130,16 @@ def _load_dropout() -> Callable[..., Any]:
     return int32_dropout
 
 
+def _in_bfloat16(request: Request) -> Support:
+    return FULL if request.dtype == "bfloat16" else unsupported(f"is for compute in bfloat16, not in {request.dtype}")
+
+
+def _load_bfloat16(op: str) -> Callable[..., Any]:
+    from accelbridge_xla import bfloat16
+
+    return getattr(bfloat16, op)
+
+
 def _adamw_supports(request: Request) -> Support:
     if request.dtype != "float32":
         return unsupported(f"updates float32 parameters, not {request.dtype}")
@@ -138,8 +150,9 @@ def _table() -> dict[tuple[str, str, str], Support]:
     """Ops x dtype x variant. Collectives are those that the partitioner puts into the program."""
     table: dict[tuple[str, str, str], Support] = {(op, "float32", ""): FULL for op in (*OPS, *MOVES)}
     table |= {(op, "float32", kind): FULL for op in REDUCTIONS for kind in ("sum", "max")}
+    table |= {(op, "bfloat16", ""): FULL for op in (*OPS, *MOVES) if op != "adamw"}
+    table |= {(op, "bfloat16", kind): FULL for op in REDUCTIONS for kind in ("sum", "max")}
     for op in OPS:
-        table[op, "bfloat16", ""] = unsupported(_BFLOAT16)
         table[op, "float16", ""] = unsupported(_FLOAT16)
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         table["scaled_mm", dtype, ""] = unsupported(_FLOAT8)
