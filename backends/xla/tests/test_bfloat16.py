@@ -82,8 +82,8 @@ def test_losses_are_those_of_bfloat16(folder: Path, name: str) -> None:
 
 
 def test_gradients_add_up_in_float32_between_devices(folder: Path) -> None:
-    """Where data alone is parallel, nothing but gradients, loss and norms is reduced. Read where the partitioner has put
-    in the collectives: later XLA's CPU client widens every one of them."""
+    """Where data alone is parallel, nothing but gradients, loss and norms is reduced. Read where the partitioner has
+    put in the collectives: later XLA's CPU client widens every one of them."""
     dumped = (folder / "sharded").glob("*after_spmd-partitioning*.txt")
     programs = "\n".join(path.read_text() for path in dumped)
     reduced = re.findall(r"= \(?(\w+)\[[^\n]* (?:all-reduce|reduce-scatter)\(", programs)
