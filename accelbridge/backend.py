@@ -139,6 +139,8 @@ class Capabilities:
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
     recompute: Support = FULL
+    generators: Support = FULL
+    """Whether there are ``torch.Generator`` objects of the device, beside its default stream."""
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
     facts: Mapping[str, str | int] = field(default_factory=dict)
@@ -158,6 +160,8 @@ class Capabilities:
     - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
     - ``move.zero_sign``: the sign of a zero that goes from one device to another, of which a compiler may make a sum
       with zeros: "kept", "lost";
+    - ``rng.stream``: "continuous", or "by_graph" where draws also depend on where the work since the seed was cut into
+      graphs;
     - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),

@@ -263,7 +263,10 @@ def run_out(t: Bench, name: str) -> None:
     for what, call in asked.items():
         outcome = "nothing was raised"
         try:
-            t.fetch(call().flatten()[:1])
+            made = call()
+            device.synchronize()
+            t.fetch(made.flatten()[:1])
+            del made
         except Exception as error:  # which error it is, is the vendor's; what it means, the backend says
             told = device.is_out_of_memory(error)
             outcome = "out of memory" if told else f"{type(error).__name__}: {error}"
