@@ -142,6 +142,8 @@ class Capabilities:
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
     recompute: Support = FULL
+    generators: Support = FULL
+    """Whether there are ``torch.Generator`` objects of the device, beside its default stream."""
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
     capture: Support = _NO_GRAPHS
@@ -165,6 +167,8 @@ class Capabilities:
       with zeros: "kept", "lost";
     - ``memory.bandwidth``: bytes per second of the device's memory by its datasheet, for floors that measured times are
       held against; nothing else depends on it, and it is not probed;
+    - ``rng.stream``: "continuous", or "by_graph" where draws also depend on where the work since the seed was cut into
+      graphs;
     - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
@@ -175,6 +179,8 @@ class Capabilities:
     subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
     operands, as results, or both."""
+    wrong_references: Mapping[str, str] = field(default_factory=dict)
+    """Ops whose portable reference gives wrong results here, and why: no plan takes it."""
     fallbacks: tuple[str, ...] = ()
     """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
     The conformance suite takes host work that is not stated here for a silent fallback."""
@@ -376,7 +382,11 @@ class Device(ABC):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that memory of this device, or of the host, is used up."""
-        return isinstance(error, MemoryError)
+        # torch's allocator of host memory raises a plain RuntimeError, on POSIX and on Windows with these words
+        # (c10/core/impl/alloc_cpu.cpp).
+        words = ("can't allocate memory", "not enough memory")
+        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+        return refused or isinstance(error, MemoryError)
 
 
 class Collectives(ABC):
@@ -522,6 +532,9 @@ class Execution(ABC):
 
     model: ClassVar[str]
     """"eager" or "spmd"."""
+
+    gathers_in: ClassVar[str] = "compute"
+    """In which of a run's dtypes sharded parameters are gathered: "compute" or "params"."""
 
     device: torch.device
     """Where the batch lies; known after :meth:`start`."""

@@ -172,7 +172,7 @@ def _resolve(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout, split, gathers=provided.loss and provided.vocab_head),
+        wire=_wire(config, layout, split, provided.loss and provided.vocab_head, target.backend.execution.gathers_in),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -217,13 +217,17 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
+def _wire(
+    config: TrainConfig, layout: Layout, split: bool, gathers: bool, gathers_in: str
+) -> list[tuple[str, str, str]]:
     """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
-    vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
+    vocabulary; ``gathers``: it is the script's own, for which logits are gathered; ``gathers_in``: see
+    :attr:`accelbridge.backend.Execution.gathers_in`."""
     compute, reduce = config.precision.arithmetic, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
-        wire["all_gather", compute, ""] = None
+        gathered = compute if gathers_in == "compute" else config.precision.params
+        wire["all_gather", gathered, ""] = None
         wire["reduce_scatter", reduce, "sum"] = None
     if layout.dp_replicate > 1:
         wire["all_reduce", reduce, "sum"] = None
