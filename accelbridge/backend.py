@@ -297,6 +297,45 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind in one step of one device."""
+
+    op: str
+    """As in the capability table ("all_gather", ...), or what the vendor calls it where we have no name."""
+    count: int
+    bytes: int
+    """Sum over them of the larger of what goes in and what comes out, on one device; not what the wire carries."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A whole training step as a vendor's compiler made it for devices that are not here: compiled, not run.
+
+    All figures are the compiler's, per device."""
+
+    chip: str
+    devices: int
+    fits: bool
+    memory: Mapping[str, int]
+    """Bytes: "parameters", "optimizer", "batch", "temporaries" (gradients and activations among them), "results" (what
+    does not overwrite an argument), "code", and their "total"; of a step that does not fit perhaps the total alone."""
+    capacity: int | None = None
+    """Bytes that the device has, from the compiler or else from the vendor's page; None: unknown."""
+    flops: float | None = None
+    collectives: tuple[Traffic, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What making this took here, by phase."""
+    host_bytes: int | None = None
+    """Largest resident size of the processes that made it."""
+    notes: tuple[str, ...] = ()
+
+
+class CompileTimeout(Exception):
+    """:meth:`Execution.compile_ahead` did not finish within its limit."""
+
+
+@dataclass(frozen=True)
 class World:
     """Where this process stands among the processes of a run."""
 
@@ -680,8 +719,17 @@ class Execution(ABC):
     # ---- ahead of time
 
     @abstractmethod
-    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
-        """Compile a whole step for an absent ``target``; unsupported(reason) where the vendor cannot."""
+    def compile_ahead(
+        self, target: str, step: Callable[[Execution], None], seconds: float = 600.0
+    ) -> Compiled | Support:
+        """Compile a whole step for an absent ``target``, whose devices :meth:`Backend.absent` describes;
+        unsupported(reason) where the vendor cannot, or where what it takes is not installed.
+
+        ``step(execution)`` calls :meth:`start`, :meth:`realise` of a model on the meta device, and then the methods of
+        one whole step, on the execution that it is given: one that records, perhaps in another process, for which
+        ``step`` can be pickled. What ``end_step`` is given before the first :meth:`microbatch` is set-up, not the step.
+        No memory may be taken for parameters. Raises CompileTimeout after ``seconds``, with no process left behind.
+        """
 
 
 # ---------------------------------------------------------------------------------------------------- backend
@@ -709,6 +757,8 @@ class Backend(ABC):
     takes any name that ``capabilities`` does."""
     versions: ClassVar[tuple[str, ...]] = ("torch",)
     """Names of the software whose versions claims and candidates read, which is what :meth:`assume` takes."""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """First words, besides :attr:`name`, of the targets ``WORD:CHIP:TOPOLOGY`` of :meth:`absent`."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 
@@ -751,6 +801,18 @@ class Backend(ABC):
         name = cls.chips.get(chip.lower(), chip)
         found = tuple(DeviceInfo(index, name) for index in range(devices))
         return Probe(True, f"assumed: {devices} x {name}", found, {"torch": version("torch"), **software})
+
+    @classmethod
+    def absent(cls, chip: str, topology: str) -> Probe:
+        """What :meth:`probe` would answer of the whole machine that a target names, all its hosts together, for
+        :meth:`Execution.compile_ahead`. Raises ConfigError for a chip or a topology that there isn't, Unsupported where
+        this vendor compiles for no absent machine, as by default."""
+        from accelbridge.errors import Unsupported
+
+        raise Unsupported(
+            f"compiling for {chip}:{topology} asked; backend {cls.name} compiles for no machine that is not here; "
+            "leave --compile-for out for an estimate by arithmetic"
+        )
 
     def chip(self, probe: Probe) -> tuple[str, str]:
         """The chip that a plan for the devices of ``probe`` is made for, and what to say of that choice ("": nothing).

@@ -24,6 +24,7 @@ from accelbridge.backend import (
     unsupported,
 )
 from accelbridge_xla import hardware
+from accelbridge_xla.ahead.targets import WORD, parse
 
 OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 MOVES = ("all_gather", "broadcast", "all_to_all")
@@ -50,6 +51,7 @@ class XlaBackend(Backend):
     process_group: ClassVar[str] = "none"
     """One process per host, and one host: no torch.distributed group exists."""
     accelerator: ClassVar[bool] = True
+    targets: ClassVar[tuple[str, ...]] = (WORD,)
     chips = {each.name.removeprefix("TPU ").lower(): each.name for each in hardware.GENERATIONS.values()}
 
     versions: ClassVar[tuple[str, ...]] = ("torch", "torch_xla", "libtpu")
@@ -89,6 +91,13 @@ class XlaBackend(Backend):
             },
             subnormals={"float32": "flushed", "bfloat16": "flushed"} if chip == hardware.VIRTUAL else {},
         )
+
+    @classmethod
+    def absent(cls, chip: str, topology: str) -> Probe:
+        target, count = parse(chip, topology)
+        software = {name: found for name in ("torch", "torch_xla") if (found := _version(name))}
+        devices = tuple(DeviceInfo(index, target.chip, target.memory_bytes) for index in range(count))
+        return Probe(True, f"assumed: {count} x {target.chip}, {topology}", devices, software)
 
     @cached_property
     def device(self) -> Device:

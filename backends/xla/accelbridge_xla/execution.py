@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from accelbridge.backend import Device, Execution, Gradients, Precision, Support, World, unsupported
+from accelbridge.backend import Compiled, Device, Execution, Gradients, Precision, Support, World
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
@@ -227,8 +227,12 @@ class XlaExecution(Execution):
 
     # ---- ahead of time
 
-    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
-        return unsupported(f"compiling for an absent {target} is not built yet")
+    def compile_ahead(
+        self, target: str, step: Callable[[Execution], None], seconds: float = 600.0
+    ) -> Compiled | Support:
+        from accelbridge_xla.ahead.compiling import compile_ahead
+
+        return compile_ahead(target, step, seconds)
 
 
 def _live(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
