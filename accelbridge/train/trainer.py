@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,12 +217,11 @@ class Trainer:
         self.times.lap("optimizer")
         return self.guards.keep(self.step + 1, gradients, values)
 
-    def accumulate(self, microbatches: list[dict[str, Tensor]], captured: bool = True) -> tuple[Tensor, Tensor]:
+    def accumulate(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Forward and backward passes of a step, which add gradients up. Returns this replica's share of the mean loss
-        and the number of targets of the whole step, both on the device. ``captured`` False: not as a graph, in which no
-        hook of a module runs."""
+        and the number of targets of the whole step, both on the device."""
         execution, model = self.execution, self.model
-        passes = self._captured if captured and self._captured is not None else self._passes
+        passes = self._captured or self._passes
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
@@ -246,6 +245,15 @@ class Trainer:
             self.times.lap("forward")
             (loss if scale is None else loss * scale.scale).backward()
         return loss.detach()
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Passes run op by op inside, whatever ``train.capture`` says: in a graph no hook of a module runs."""
+        captured, self._captured = self._captured, None
+        try:
+            yield
+        finally:
+            self._captured = captured
 
     def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
         """Clip the gradients, update and clear them, unless a guard masks the update; what the metrics say of it."""
