@@ -24,6 +24,7 @@ TILES = {
     "amax": Tile({"BLOCK": 1024}),
     "quantize_tensor": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}),
     "quantize_rows": Tile({"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 256}),
+    "quantize_rows.long": Tile({"BLOCK_ROWS": 8, "BLOCK_COLUMNS": 128}),
     "quantize_rows.transposed": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}),
     "quantize_blocks.1x128": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 256}),
     "quantize_blocks.128x128": Tile({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}),
