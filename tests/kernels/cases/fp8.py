@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from accelbridge.precision.formats import FORMATS, nan_code
 from tests.kernels.aot import TARGETS, Case, tiles_of
@@ -83,7 +83,7 @@ def _products(target: str) -> Iterator[Case]:
                    {"A_SHARED": 1, "A_STEP": 128, "B_SHARED": 1, "B_STEP": 128})  # fmt: skip
 
 
-def _product(target: str, tile: str, a: str, b: str, what: str, constants: dict[str, object]) -> Case:
+def _product(target: str, tile: str, a: str, b: str, what: str, constants: Mapping[str, object]) -> Case:
     shipped = tiles_of(TARGETS[target])[0].get(f"scaled_mm.{tile}")
     descriptors = shipped is not None and bool(shipped.blocks["DESCRIPTORS"])
     rows = {"a": "BLOCK_M", "b": "BLOCK_N"}
