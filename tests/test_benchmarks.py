@@ -89,10 +89,12 @@ def test_a_loop_that_dies_says_why(arms, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ one accelerator
 
-SECTIONS = ("bandwidth", "gemm", "attention", "training", "graphs", "overhead", "conformance")
+SECTIONS = ("bandwidth", "gemm", "attention", "kernels", "training", "graphs", "overhead", "conformance")
 
 
-@pytest.mark.parametrize("sections", [SECTIONS[:1], pytest.param(SECTIONS, marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize(
+    "sections", [("bandwidth", "kernels"), pytest.param(SECTIONS, marks=pytest.mark.full)], ids=len
+)
 def test_the_program_for_an_accelerator_runs_through_in_miniature(sections, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), "--tiny", "--backend", "cpu", "--out", str(tmp_path)]
     asked = ["--sections", ",".join(sections)]
@@ -116,6 +118,10 @@ def test_the_program_for_an_accelerator_runs_through_in_miniature(sections, tmp_
     assert all(row["sqnr_db"] > 20 for row in fp8 if row["what"] == "product")  # it was products that were timed
     others = [row for row in result["sections"]["attention"]["rows"] if not row["chosen"]]
     assert all(row["candidate"] == "reference" and row["sqnr_db"] > 40 for row in others)
+    kernels = result["sections"]["kernels"]["rows"]
+    assert {row["what"] for row in kernels} >= {"quantize row", "rms_norm", "cross_entropy, with gradient", "attention"}
+    assert {row["candidate"] for row in kernels} >= {"copy", "reference"}
+    assert all(row["floor_ms"] == "unknown" for row in kernels)  # nobody states the bandwidth of this host's memory
     assert text.count("fp8 tensor |") == 0  # it is called "fp8 tensor (emulated)"
 
 
@@ -287,6 +293,19 @@ def test_fp8_is_what_the_chip_s_table_says(arms):
     assert odd["row"].product.level == "unsupported"
     none = ways_of(Capabilities(Chip("made up"), {}), Shape("", "", 64, 64, 64))
     assert {way.product.reason for way in none} == {"made up has no fp8 products"}
+
+
+def test_a_floor_is_what_takes_longer_of_bytes_and_operations(arms):
+    from gpu.kernels import Work
+
+    from accelbridge.backend import Capabilities, Chip
+
+    chip = Chip("made up", {"fp8": 1e12})
+    bench: Any = argparse.Namespace(target=argparse.Namespace())
+    bench.target.capabilities = Capabilities(chip, {}, facts={"memory.bandwidth": 10**9})
+    for bytes_, flops, dtype, seconds in ((1e9, 0.0, "", 1.0), (1e9, 3e12, "fp8", 3.0), (4e9, 3e12, "fp8", 4.0)):
+        assert Work("", "", bytes_, flops, dtype, tuple).floor_s(bench) == pytest.approx(seconds)
+    assert Work("", "", 1e9, 1e9, "bfloat16", tuple).floor_s(bench) is None  # its peak is not known
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "segments"])

@@ -36,13 +36,12 @@ def processors(device: torch.device) -> int:
 
 
 def check_reach(what: str, *matrices: Tensor) -> None:
-    """Raise ``Unsupported`` for a matrix whose sizes or strides no kernel can count."""
+    """Raise ``Unsupported`` for a matrix whose sizes or strides no kernel can count, also those of what is stored in
+    rows of its length."""
     for x in matrices:
-        if (
-            max((*x.shape, 0)) > MOST
-            or max((*(s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), 0)) > FARTHEST
-        ):
+        strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+        if max(x.shape) > MOST or max([*strides, x.shape[1]]) > FARTHEST:
             raise Unsupported(
                 f"{what} asked of a kernel, with a matrix {tuple(x.shape)} of strides {x.stride()}; sizes end at "
-                f"{MOST}, strides at {FARTHEST}; split it, or bind the portable implementation"
+                f"{MOST}, strides and columns at {FARTHEST}; split it, or bind the portable implementation"
             )

@@ -342,6 +342,8 @@ def _rows(x: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, Any]) ->
     rows, columns = x.shape
     chosen = tile("quantize_rows" if x.stride(1) == 1 or columns == 1 else "quantize_rows.transposed")
     one_pass = columns <= chosen.blocks["BLOCK_COLUMNS"]
+    if not one_pass and x.stride(1) == 1:
+        chosen = tile("quantize_rows.long")
     grid = cdiv(rows, chosen.blocks["BLOCK_ROWS"])
     run(
         quantize_rows_kernel,

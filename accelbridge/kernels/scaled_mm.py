@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accelbridge.errors import ConfigError, Unsupported
-from accelbridge.kernels.launch import cdiv, check_reach, processors, run
+from accelbridge.kernels.launch import FARTHEST, MOST, cdiv, check_reach, processors, run
 from accelbridge.kernels.tiles import Tile, tile
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.quantized import QuantizedTensor, dtype_of
@@ -182,6 +182,11 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bi
         raise Unsupported(f"a scaled product of blocks {a.block} x {b.block} asked of a kernel; {why}")
     codes = [x.codes(x.format.name).contiguous() for x in (a, right)]
     check_reach("a scaled product", *codes)
+    if right.shape[0] > FARTHEST or max(a.scale.numel(), right.scale.numel()) > MOST:
+        raise Unsupported(
+            f"a scaled product {tuple(a.shape)} x {tuple(b.shape)} asked of a kernel; N ends at {FARTHEST}, and scales "
+            f"of an operand at {MOST}; split it"
+        )
     return torch.ops.accelbridge.scaled_mm(
         *codes,
         a.scale,

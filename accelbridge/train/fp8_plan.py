@@ -105,16 +105,38 @@ def _local(linears: Shapes, filtered: Filtered, layout: Layout) -> dict[str, tup
 
 
 def _rows(recipe: Fp8Recipe, target: Target) -> list[OpChoice]:
-    return [
+    products = [
         _row(f"fp8_linear, {product}", Request("scaled_mm", formats, variant=scalings), recipe.delayed, target)
         for product, formats, scalings in recipe.products
     ]
+    return [*products, *_quantizing(recipe, target)]
+
+
+def _quantizing(recipe: Fp8Recipe, target: Target) -> list[OpChoice]:
+    """Who makes the operands; nothing where there is but the portable implementation."""
+    request = Request("quantize", recipe.forward, variant=recipe.moving)
+    objections = {each.name: each.supports(request) for each in _candidates(request.op, target)}
+    if not objections:
+        return []
+    chosen = next((name for name, support in objections.items() if support), _PORTABLE)
+    first = f"{chosen} comes first and serves this run"
+    rejected = [
+        Rejected(name, first if found else found.reason) for name, found in objections.items() if name != chosen
+    ]
+    rejected += [Rejected(_PORTABLE, first)] if chosen != _PORTABLE else []
+    cell = target.capabilities.support(request.op, request.dtype, request.variant)
+    dtypes = {"operands": request.dtype, "scales": request.variant}
+    return [OpChoice("fp8_linear, quantize", chosen, dtypes, cell.level, "claimed", tuple(rejected), cell.reason)]
+
+
+def _candidates(op: str, target: Target) -> list[Implementation]:
+    return [each for each in target.backend.implementations() if each.op == op]
 
 
 def _row(op: str, request: Request, delayed: bool, target: Target) -> OpChoice:
     """One product: the first of the backend's candidates where the chip has it, else the emulation."""
     cell = target.capabilities.support(request.op, request.dtype, request.variant)
-    candidates = [each for each in target.backend.implementations() if each.op == request.op]
+    candidates = _candidates(request.op, target)
     objections = {each.name: _objection(each, request, cell) for each in candidates}
     if cell.level == "full":
         chosen = next((name for name, why in objections.items() if not why), f"{target.backend.name} scaled_mm")
@@ -146,6 +168,8 @@ def _objection(candidate: Implementation, request: Request, cell: Support) -> st
 
 
 _EMULATED = "emulated"
+_PORTABLE = "reference"
+"""Quantizing in plain PyTorch, on whatever device."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ reference compiled; a copy of the input stands beside what only moves memory. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ class Work:
     dtype: str
     """Of its operations, as the chip's peaks name it."""
     inputs: Callable[[], tuple[Tensor, ...]]
-    ways: dict[str, Callable[..., object]] = field(default_factory=dict)
+    ways: Mapping[str, Callable[..., object] | _Product] = field(default_factory=dict)
     exact: bool = True
     """Whether all ways give the same thing, so that they are compared."""
 
@@ -286,7 +286,7 @@ def _measure(bench: Bench, work: Work) -> None:
         bench.row(**_row_of(bench, work, name, timing, timings.get(COPY), best), sqnr_db=noise)
 
 
-def _calls(way: Callable[..., object], sets: list[tuple[Tensor, ...]]) -> Calls:
+def _calls(way: Callable[..., object] | _Product, sets: list[tuple[Tensor, ...]]) -> Calls:
     if isinstance(way, _Product):
         return [way.prepared(*inputs) for inputs in sets]
     return [partial(way, *inputs) for inputs in sets]

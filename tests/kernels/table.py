@@ -64,7 +64,11 @@ def _section(target: Target, found: Found) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in lacking.items():
         reasons.setdefault(why, []).append(name)
-    lines += ["", *(f"- not shipped: {', '.join(names)}: {why}" for why, names in reasons.items())] if reasons else []
+    lines += (
+        [*[""] * bool(cases), *(f"- not shipped: {', '.join(names)}: {why}" for why, names in reasons.items())]
+        if reasons
+        else []
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -156,8 +156,14 @@ def test_what_no_kernel_knows_is_refused() -> None:
 
 def test_strides_beyond_an_int32_are_refused() -> None:
     far = torch.empty(2**25 + 16, dtype=torch.uint8).as_strided((2, 16), (2**25, 1))
-    with pytest.raises(Unsupported, match="strides at 16777216"):
+    with pytest.raises(Unsupported, match="strides and columns at 16777216"):
         check_reach("a scaled product", far)
+    with pytest.raises(Unsupported, match="strides and columns at 16777216"):
+        check_reach("quantizing", torch.empty(1, 2**24 + 1, dtype=torch.uint8))
+    a, b = operands(1, 1, 1, SCALINGS["tensor"])
+    wide = QuantizedTensor(torch.zeros(1, 1, dtype=torch.uint8).expand(1, 2**24 + 1), b.scale, b.format, b.block)
+    with pytest.raises(Unsupported, match="N ends at 16777216"):
+        kernels.scaled_mm(a, wide, torch.float32)
 
 
 def test_the_op_is_well_formed() -> None:

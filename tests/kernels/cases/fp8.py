@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from accelbridge.precision.formats import FORMATS, nan_code
 from tests.kernels.aot import TARGETS, Case, tiles_of
@@ -44,7 +44,7 @@ def _quantizing(name: str) -> Iterator[Case]:
     common = {"LIMIT": format.max, "FORMAT": DTYPES[name], "NAN": nan_code(format), "TOP": format.max, "x_column": 1}
     yield Case("quantize_tensor", f"{MODULE}:quantize_tensor_kernel", {**pointers, **sizes},
                {**common, "SCALES": "quotient"}, label)  # fmt: skip
-    for tile, more in (("quantize_rows", {"ONE_PASS": True}), ("quantize_rows", {"ONE_PASS": False}),
+    for tile, more in (("quantize_rows", {"ONE_PASS": True}), ("quantize_rows.long", {"ONE_PASS": False}),
                        ("quantize_rows.transposed", {"ONE_PASS": False})):  # fmt: skip
         strides = {"x_row": 1, "x_column": "i32:16"} if tile.endswith("transposed") else {}
         types = {**pointers, **sizes, **{k: v for k, v in strides.items() if isinstance(v, str)}}
@@ -52,8 +52,8 @@ def _quantizing(name: str) -> Iterator[Case]:
         if strides:
             del constants["x_column"]
             constants["x_row"] = 1
-        passes = "" if more["ONE_PASS"] else ", two passes"
-        yield Case(tile, f"{MODULE}:quantize_rows_kernel", types, constants, label + passes)
+        sampled = tile == "quantize_rows" and name.startswith("float8_e4m3")
+        yield Case(tile, f"{MODULE}:quantize_rows_kernel", types, constants, label, sampled=sampled)
     for rows, columns, scales in ((1, 128, "quotient"), (128, 128, "power"), (1, 32, "power_e8m0")):
         constants = {**common, "SCALES": scales, "GROUP_ROWS": rows, "GROUP_COLUMNS": columns}
         types = {**pointers, **sizes, "scale_row": "i32:16", "scale_column": "i32:16"}
@@ -83,7 +83,7 @@ def _products(target: str) -> Iterator[Case]:
                    {"A_SHARED": 1, "A_STEP": 128, "B_SHARED": 1, "B_STEP": 128})  # fmt: skip
 
 
-def _product(target: str, tile: str, a: str, b: str, what: str, constants: dict[str, object]) -> Case:
+def _product(target: str, tile: str, a: str, b: str, what: str, constants: Mapping[str, object]) -> Case:
     shipped = tiles_of(TARGETS[target])[0].get(f"scaled_mm.{tile}")
     descriptors = shipped is not None and bool(shipped.blocks["DESCRIPTORS"])
     rows = {"a": "BLOCK_M", "b": "BLOCK_N"}
@@ -103,4 +103,6 @@ def _product(target: str, tile: str, a: str, b: str, what: str, constants: dict[
     label = f"{a[7:]} x {b[7:]}" + (f", {what}" if what else "")
     kernel = "scaled_mm_mx_kernel" if tile == "mx" else "scaled_mm_kernel"
     types = {**operands, "out": "*bf16", **SCALES, **SCALARS, **strides}
-    return Case(f"scaled_mm.{tile}", f"{PRODUCTS}:{kernel}", types, constants, label, "mx" if tile == "mx" else "fp8")
+    multiplies = "mx" if tile == "mx" else "fp8"
+    sampled = tile == "blocks" and a == b and what.endswith("128x128")
+    return Case(f"scaled_mm.{tile}", f"{PRODUCTS}:{kernel}", types, constants, label, multiplies, sampled)

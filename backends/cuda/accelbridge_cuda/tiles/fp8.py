@@ -10,6 +10,7 @@ _QUANTIZE: Mapping[str, Tile] = {
     "amax": Tile({"BLOCK": 8192}, warps=8),
     "quantize_tensor": Tile({"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}, warps=8),
     "quantize_rows": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 16384}, warps=16),
+    "quantize_rows.long": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 4096}, warps=8),
     "quantize_rows.transposed": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
     "quantize_blocks.1x128": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
     "quantize_blocks.128x128": Tile({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}, warps=8),
