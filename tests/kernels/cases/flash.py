@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, tile_name, variant
 from tests.kernels.aot import TARGETS, Case, tiles_of
