@@ -24,6 +24,7 @@ from accelbridge.backend import (
 )
 from accelbridge.errors import ConfigError, did_you_mean
 from accelbridge.kernels.fp8_cells import Fp8Kernels
+from accelbridge.kernels.tiles import bind
 from accelbridge.portable.device_cells import general
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
@@ -134,12 +135,21 @@ class DescribedBackend(Backend):
         def supports(request: Request) -> Support:
             return self.fp8_kernels().product(general(request.variant)).within(request.shape)
 
+        def load() -> Callable[..., Any]:
+            from accelbridge.kernels.scaled_mm import scaled_mm
+
+            bind(self.fp8_kernels().tiles)
+            return scaled_mm
+
         launches = ("accelbridge::scaled_mm",)
-        return Implementation("scaled_mm", TRITON, supports, self._load_product, launches=launches)
+        return Implementation("scaled_mm", TRITON, supports, load, launches=launches)
 
     def _kernel_quantize(self) -> Implementation:
         def load() -> Callable[..., Any]:
-            return self.matmul.quantize
+            from accelbridge.kernels.quantize import quantize
+
+            bind(self.fp8_kernels().tiles)
+            return quantize
 
         launches = ("accelbridge::quantize", "accelbridge::quantize_by")
         return Implementation("quantize", TRITON, lambda _: self.fp8_kernels().quantize(), load, launches=launches)

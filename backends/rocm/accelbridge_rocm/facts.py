@@ -63,6 +63,13 @@ PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
 """Dense peak FLOP/s by compute precision (torchtitan, tools/utils.py, get_peak_flops; others were not looked up and
 stay unknown), and memory in bytes (rocm.docs.amd.com, as above), of one device."""
 
+BANDWIDTHS: Mapping[str, int] = {
+    "AMD Instinct MI300X (gfx942)": 5300 * GB,
+    "AMD Instinct MI325X (gfx942)": 6000 * GB,
+    "AMD Instinct MI355X (gfx950)": 8000 * GB,
+}
+"""Bytes per second of the device's memory: AMD's data sheets of the products."""
+
 CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): name for name in PRODUCTS}
 
 _USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
@@ -110,7 +117,8 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
             lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
         )
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
-    facts = {**_FACTS, "fp8.variant": variant}
+    moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
+    facts = {**_FACTS, "fp8.variant": variant, **moved}
     return Capabilities(Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals)
 
 
