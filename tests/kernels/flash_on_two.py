@@ -41,8 +41,9 @@ def on_dtensors(mesh: DeviceMesh, groups: int, lie: tuple[Placement, Placement],
     for ours, theirs in zip((*found, *gradients), (*right, *right_gradients), strict=True):
         assert isinstance(ours, DTensor)
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
-    assert isinstance(found[0], DTensor)
-    assert wanted is None or found[0].placements == (wanted,)
+    out = found[0]
+    assert isinstance(out, DTensor)
+    assert wanted is None or out.placements == (wanted,)
 
 
 def in_a_model(mesh: DeviceMesh) -> None:

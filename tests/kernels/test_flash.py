@@ -459,6 +459,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
