@@ -3,12 +3,10 @@ A2 (lse) and A3 (gradients), and the floor A5 of the ratio of signal to noise.""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,24 +17,13 @@ from accelbridge.backend import Mask
 from accelbridge.conformance.oracle.attention import Exact, Rules
 from accelbridge.errors import Unsupported
 from accelbridge.kernels import flash, tiles
-from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, variant
-from accelbridge.kernels.tiles import Tile
 from accelbridge.ops.dot_product import attention as reference
+from tests.kernels.flash_checks import some_tiles
+from tests.kernels.mutants import mutant as mutant_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SQNR_DB = {BF16: 45.0, F16: 62.0, F32: 100.0}
-
-
-def blocks(kernel: str, queries: int, keys: int) -> dict[str, int]:
-    return {"QUERIES": queries, "KEYS": keys, **({"DV_LAST": 1} if kernel == "flash_backward_dkdv" else {})}
-
-
-TILES = {
-    **{f"{kernel}.{variant(block, dtype)}": Tile(blocks(kernel, 32, 32))
-       for kernel in KERNELS for block in BLOCKS_D for dtype in ("bfloat16", "float32")},
-    "flash_delta": Tile({"QUERIES": 64}),
-    "document_spans": Tile({"CHUNK": 64}),
-}  # fmt: skip
+TILES = some_tiles(32, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +222,7 @@ def test_the_tiles_do_not_matter_beyond_rounding() -> None:
     shipped = CALLS["window"]
     before = shipped.run()
     tiles.reset()
-    tiles.bind({**TILES, **{f"{kernel}.64": Tile(blocks(kernel, 64, 16)) for kernel in KERNELS}})
+    tiles.bind({**TILES, **{name: tile for name, tile in some_tiles(64, 16).items() if name.endswith(".64")}})
     after = shipped.run()
     for name, (_, limit) in shipped.right().items():
         assert excess(after[name], before[name].double(), limit) <= 2, name
@@ -472,25 +459,12 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def mutated(module: ModuleType, mutant: Mutant, folder: Path) -> ModuleType:
-    """``module`` with the change, from a file, since triton reads sources."""
-    source = inspect.getsource(module)
-    assert mutant.old in source
-    path = folder / f"{module.__name__.rpartition('.')[2]}_mutant.py"
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
     if mutant.module == "common":  # the kernels read its functions as globals of their own
-        changed = mutated(flash.common, mutant, tmp_path)
+        changed = mutant_of(flash.common, mutant.old, mutant.new, tmp_path)
         monkeypatch.setattr(flash, "common", changed)
         for module in (flash.forward_kernels, flash.backward_kernels):
             for helper in ("sees", "key_ranges", "query_ranges"):
@@ -498,6 +472,6 @@ def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
                     monkeypatch.setattr(module, helper, getattr(changed, helper))
     else:
         place = f"{mutant.module}_kernels"
-        monkeypatch.setattr(flash, place, mutated(getattr(flash, place), mutant, tmp_path))
+        monkeypatch.setattr(flash, place, mutant_of(getattr(flash, place), mutant.old, mutant.new, tmp_path))
     call = CALLS[mutant.call]
     assert excesses(call, backward=mutant.seen.startswith("d"))[mutant.seen] > 1

@@ -13,16 +13,10 @@ from accelbridge.backend import FULL, Implementation, World
 from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.registry import cases
 from accelbridge.cpu.backend import CpuBackend
-from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, flash_attention, variant
-from accelbridge.kernels.tiles import Tile
+from accelbridge.kernels.flash_candidate import flash_attention
+from tests.kernels.flash_checks import some_tiles
 
-TILES = {
-    **{f"{kernel}.{variant(block, dtype)}": Tile({"QUERIES": 128, "KEYS": 64} | (
-        {"DV_LAST": 0} if kernel == "flash_backward_dkdv" else {}))
-       for kernel in KERNELS for block in BLOCKS_D for dtype in ("bfloat16", "float32")},
-    "flash_delta": Tile({"QUERIES": 128}),
-    "document_spans": Tile({"CHUNK": 1024}),
-}  # fmt: skip
+TILES = some_tiles(128, 64)
 LONG = ("ATT-001", "ATT-005", "ATT-006", "ATT-008", "ATT-009", "ATT-010", "ATT-011", "ATT-012", "ATT-015", "ATT-018")
 """Cases of many keys or calls, which take the interpreter more than some seconds."""
 WITHOUT = ("ATT-016",)
