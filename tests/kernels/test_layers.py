@@ -126,7 +126,7 @@ def test_linear_cross_entropy_is_both_in_one(dtype: torch.dtype) -> None:
     wanted = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, targets, ignore_index=IGNORED, reduction="sum")
     wanted.backward()
     for call in (losses.linear_cross_entropy, ops.reference("linear_cross_entropy")):
-        leaves = [leaf(x), leaf(weight)]
+        leaves = leaf(x), leaf(weight)
         loss = call(*leaves, targets, IGNORED)
         loss.backward()
         assert loss.dtype == torch.float32
