@@ -158,6 +158,8 @@ class Capabilities:
     - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
     - ``move.zero_sign``: the sign of a zero that goes from one device to another, of which a compiler may make a sum
       with zeros: "kept", "lost";
+    - ``memory.bandwidth``: bytes per second of the device's memory by its datasheet, for floors that measured times are
+      held against; nothing else depends on it, and it is not probed;
     - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),

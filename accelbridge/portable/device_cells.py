@@ -53,9 +53,15 @@ def fp8_cells(
     """Products of one family of formats, (E4M3, E5M2). ``quantizing(scaling)`` and ``product(a, b, scaling)`` say what
     becomes of each; scalings whose scales are powers of two, and unit scales, are served as those they are a case
     of."""
+    table = product_cells(family, product)
+    table |= {("quantize", a, scaling): quantizing(general(scaling)) for a in family for scaling in SCALINGS}
+    return table
+
+
+def product_cells(family: tuple[str, str], product: Callable[[str, str, str], Support]) -> Cells:
+    """Those of :func:`fp8_cells` that are products."""
     table: Cells = {}
     for a in family:
-        table |= {("quantize", a, scaling): quantizing(general(scaling)) for scaling in SCALINGS}
         for b in family:
             pair = a if a == b else f"{a} x {b}"
             for scaling in (*SCALINGS, *MIXED):

@@ -1,4 +1,5 @@
-"""fp8 products by torch's own ``scaled_mm``, for devices whose library has them; the emulation for the rest.
+"""fp8 products by torch's own ``scaled_mm``, for devices whose library has them; by our own kernels, where the device
+has matrix instructions that its library makes no use of; the emulation for the rest.
 
 Source of what torch takes, unless said otherwise: aten/src/ATen/native/cuda/ScaledBlas.cpp and
 aten/src/ATen/native/ScaledBlasUtils.cpp of pytorch/pytorch, read 2026-11-30, and torch/_meta_registrations.py (2.13).
@@ -7,7 +8,7 @@ Its scales are what to multiply with when dequantizing, as ours are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelbridge.backend import Support, unsupported
+from accelbridge.backend import Format, Support, unsupported
 from accelbridge.errors import Unsupported
+from accelbridge.kernels.fp8_cells import Fp8Kernels
+from accelbridge.kernels.installed import installed_triton, interpreted
+from accelbridge.kernels.tiles import bind
 from accelbridge.portable.fp8 import EmulatedFp8, k_step
+from accelbridge.portable.fp8_cells import MIXED
 from accelbridge.precision.quantized import QuantizedTensor, dtype_of
 from accelbridge.precision.scalings import WHOLE
 
@@ -55,17 +60,61 @@ class Conventions:
     """Whether there is a ``torch.nn.functional.scaled_mm`` (torch 2.10 and later)."""
 
 
-class TorchScaledMm(EmulatedFp8):
-    """Products that ``table`` calls full, by torch; those that it calls emulated, by way of float32.
+@dataclass(frozen=True)
+class _Ours:
+    """Our kernels, imported, with their tiles bound."""
 
-    A dtype of the result that the library lacks is emulated as well: what may be asked is part of the interface, and
-    the trainer asks for bfloat16. Quantizing is plain PyTorch on the device.
+    quantize: Callable[..., QuantizedTensor]
+    rounds_otherwise: Callable[[Format], str]
+    scaled_mm: Callable[..., Tensor]
+    products: Mapping[str, Support]
+    on_hosts: bool
+
+    @classmethod
+    def of(cls, kernels: Fp8Kernels) -> _Ours:
+        from accelbridge.kernels import quantize, scaled_mm
+
+        bind(kernels.tiles)
+        products = {kinds: kernels.product(kinds) for kinds in (*RECIPES, *MIXED)}
+        return cls(quantize.quantize, quantize.rounds_otherwise, scaled_mm.scaled_mm, products, interpreted())
+
+    def may_run_on(self, x: Tensor) -> bool:
+        """Whether a kernel could take ``x``: on a host only where kernels are interpreted, and not what is spread over
+        several devices, which their owners take apart."""
+        return (x.device.type != "cpu" or self.on_hosts) and not hasattr(x, "device_mesh")
+
+    def multiplies(self, a: QuantizedTensor, b: QuantizedTensor) -> bool:
+        found = self.products.get(kinds_of(a, b))
+        return found is not None and bool(found.within(_sizes(a, b))) and self.may_run_on(a.payload)
+
+
+class TorchScaledMm(EmulatedFp8):
+    """Products that ``table``, of the library, calls full, by torch; others by ``kernels`` as far as they serve them;
+    those that are left, and that it calls emulated, by way of float32.
+
+    A dtype of the result that the library lacks goes the same way: what may be asked is part of the interface, and the
+    trainer asks for bfloat16. Quantizing is our kernels', too, or plain PyTorch on the device.
     """
 
-    def __init__(self, name: str, table: Mapping[tuple[str, str, str], Support], conventions: Conventions) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Mapping[tuple[str, str, str], Support],
+        conventions: Conventions,
+        kernels: Fp8Kernels | None = None,
+    ) -> None:
         super().__init__(name)
         self._table = table
         self._conventions = conventions
+        # All of it once, and before a compiler looks on. A plan can be made where there is no triton, but nothing run.
+        self._ours = None if kernels is None or not installed_triton() or not kernels.quantize() else _Ours.of(kernels)
+
+    def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
+        """As :class:`EmulatedFp8` does, bit for bit."""
+        ours = self._ours
+        if ours is None or not ours.may_run_on(x) or ours.rounds_otherwise(format):
+            return super().quantize(x, format, scaling, scale)
+        return ours.quantize(x, format, scaling, scale)
 
     def scaled_mm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -74,9 +123,12 @@ class TorchScaledMm(EmulatedFp8):
         self._check(a, b, out_dtype)
         k_step(a, b)  # raises where scales would change with every term
         support = self._support(a, b)
+        library = support.level == "full" and self._gives(a, out_dtype) and 0 not in (*a.shape, b.shape[1])
+        if not library and self._ours is not None and self._ours.multiplies(a, b):
+            return self._ours.scaled_mm(a, b, out_dtype, bias)
         if not support:
             raise Unsupported(f'backend "{self.name}" was asked for a scaled product {_named(a, b)}: {support.reason}')
-        if support.level == "emulated" or not self._gives(a, out_dtype) or 0 in (*a.shape, b.shape[1]):
+        if not library:
             return super().scaled_mm(a, b, out_dtype, bias)
         if bias is None:
             return self._product(a, b, out_dtype)
@@ -87,12 +139,10 @@ class TorchScaledMm(EmulatedFp8):
 
     def _support(self, a: QuantizedTensor, b: QuantizedTensor) -> Support:
         pair = a.format.name if a.format.name == b.format.name else f"{a.format.name} x {b.format.name}"
-        left, right = KINDS.get(a.block), KINDS.get((b.block[1], b.block[0]))
-        kinds = left if left == right else f"{left} x {right}"
-        found = self._table.get(("scaled_mm", pair, str(kinds)))
+        found = self._table.get(("scaled_mm", pair, kinds_of(a, b)))
         if found is None:
             return unsupported("the backend states no support for it")
-        return found.within({"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]})
+        return found.within(_sizes(a, b))
 
     def _gives(self, a: QuantizedTensor, out_dtype: torch.dtype) -> bool:
         given = self._conventions.outputs.get(KINDS[a.block], ("float32", "bfloat16", "float16"))
@@ -106,6 +156,16 @@ class TorchScaledMm(EmulatedFp8):
         if self._conventions.public and (one_format or not set(kinds) & set(_ONE_FORMAT)):
             return public_product(a, b, out_dtype, bias, self._conventions.swizzled)
         return private_product(a, b, out_dtype, bias, self._conventions.swizzled)
+
+
+def kinds_of(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Their scalings, as cells of the capability table name them, but for scales that are powers of two."""
+    left, right = KINDS.get(a.block), KINDS.get((b.block[1], b.block[0]))
+    return str(left) if left == right else f"{left} x {right}"
+
+
+def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> dict[str, int]:
+    return {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]}
 
 
 def public_product(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -38,18 +37,6 @@ def read_torch_build(path: Sequence[str] | None = None) -> TorchBuild | None:
         except (OSError, SyntaxError, ValueError):
             continue
     return None
-
-
-def triton_version() -> str | None:
-    """The version that ``import triton`` would find, read without running it; None where it is not installed or does
-    not say."""
-    spec = find_spec("triton")
-    try:
-        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-    except OSError:
-        return None
-    found = re.search(r"""^__version__ = ["']([^"']+)""", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def parse(text: str) -> TorchBuild | None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe
+from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe, Support
+from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.portable.described import DescribedBackend
 from accelbridge_cuda import facts
 from accelbridge_cuda.options import CudaOptions
 
 if TYPE_CHECKING:
-    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -66,23 +66,21 @@ class CudaBackend(DescribedBackend):
 
         return CudaCollectives(self._options, self.software.get("torch"))
 
-    def architecture(self) -> str:
-        return facts.architecture_of(self.here.chip.name)
+    def library_products(self) -> Mapping[tuple[str, str, str], Support]:
+        return facts.library_products(self.here.chip.name, self.software)
 
-    def tiles(self) -> Mapping[str, Tile]:
-        from accelbridge_cuda.tiles import tiles
-
-        return tiles(self.architecture())
+    def fp8_kernels(self) -> Fp8Kernels:
+        return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_cuda.attention import candidates
 
-        return candidates(self.architecture(), self.software)
+        return candidates(facts.architecture_of(self.here.chip.name), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions
 
-        given = facts.outputs(self.architecture(), self.software)
+        given = facts.outputs(facts.architecture_of(self.here.chip.name), self.software)
         # MX scales in tiles 32_4_4: ScaledBlas.cpp, _scaled_mxfp8_mxfp8.
         return Conventions(swizzled=True, outputs=given, public=public)
 

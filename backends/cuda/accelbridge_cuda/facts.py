@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support, unsupported
-from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells
+from accelbridge.kernels.fp8_cells import Fp8Kernels, served
+from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells, product_cells
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
+from accelbridge_cuda.tiles import lacking, tiles
 
 E4M3, E5M2 = FAMILY = ("float8_e4m3fn", "float8_e5m2")
 
@@ -81,6 +83,14 @@ PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
 16 bits: torchtitan, tools/utils.py, get_peak_flops. fp8 and memory: half of what the specifications of the H100, and of
 the HGX B200 and GB200 NVL72, give with sparsity (seen in listings of them, 2026-11-30)."""
 
+BANDWIDTHS: Mapping[str, int] = {
+    "NVIDIA A100-SXM4-80GB (sm80)": 2039 * GB,
+    "NVIDIA A100-SXM4-40GB (sm80)": 1555 * GB,
+    "NVIDIA H100 80GB HBM3 (sm90)": 3350 * GB,
+    "NVIDIA H200 (sm90)": 4800 * GB,
+}
+"""Bytes per second of the device's memory: NVIDIA's datasheets of the A100, H100 and H200."""
+
 CHIPS: Mapping[str, str] = {
     "a100": "NVIDIA A100-SXM4-80GB (sm80)",
     "a10": "NVIDIA A10 (sm86)",
@@ -105,7 +115,8 @@ _USUAL: Mapping[str, Mapping[str, str]] = {
     "2.14": {"cuda": "13.0", "cudnn": "9.24", "nccl": "2.30.7", "triton": "3.8.0"},
     "2.15": {"cuda": "13.2", "cudnn": "9.26", "nccl": "2.30.7"},
 }
-"""What torch's wheels on PyPI depend on, by their metadata; of 2.13, by a report in pytorch/pytorch#193893."""
+"""What torch's wheels on PyPI depend on, by their metadata; of 2.13, but for triton, by a report in
+pytorch/pytorch#193893. triton for 2.15 was not read."""
 
 
 def usual_software(torch: str) -> dict[str, str]:
@@ -130,8 +141,27 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
         why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
     quantizing = FULL if known.fp8 else _emulated(_no_fp8(name))
-    table |= fp8_cells(FAMILY, lambda _: quantizing, lambda a, b, scaling: _product(name, a, b, scaling, software))
-    return Capabilities(Chip(chip, peaks, memory), table, facts={**_FACTS, **(known.facts or {})})
+    ours = kernels(name, software)
+    table |= fp8_cells(
+        FAMILY,
+        lambda _: quantizing,
+        lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
+    )
+    moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
+    return Capabilities(Chip(chip, peaks, memory), table, facts={**_FACTS, **(known.facts or {}), **moved})
+
+
+def library_products(chip: str, software: Mapping[str, str]) -> Cells:
+    """Cells of ``scaled_mm`` that are torch's and cuBLASLt's own; none of an unknown architecture."""
+    name = architecture_of(chip)
+    if name not in ARCHITECTURES:
+        return {}
+    return product_cells(FAMILY, lambda a, b, scaling: _product(name, a, b, scaling, software))
+
+
+def kernels(architecture: str, software: Mapping[str, str]) -> Fp8Kernels:
+    """What the portable kernels add."""
+    return Fp8Kernels(tiles(architecture), lacking(architecture), software)
 
 
 _FACTS: Mapping[str, str | int] = {

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from accelbridge.backend import DeviceInfo, Probe
-from accelbridge.portable.torch_build import TorchBuild, numbers, read_torch_build, triton_version
+from accelbridge.kernels.installed import triton_software
+from accelbridge.portable.torch_build import TorchBuild, numbers, read_torch_build
 from accelbridge.portable.visible import Visible, one_chip, select, summary
 from accelbridge_cuda import nvml
 from accelbridge_cuda.nvml import Gpu, Instance, Reading
@@ -48,12 +49,11 @@ def probe() -> Probe:
     build = read_torch_build()
     found = judge(nvml.read(), os.environ, build)
     facts = {"host": platform.node(), "python": platform.python_version(), **found.facts}
-    return replace(found, software={**found.software, **libraries(build)}, facts=facts)
+    return replace(found, software={**found.software, **libraries(build), **triton_software()}, facts=facts)
 
 
 def libraries(build: TorchBuild | None) -> dict[str, str]:
-    """Versions of cuDNN and NCCL as far as distributions tell them (a torch that brings its own tells none), and of
-    triton."""
+    """Versions of cuDNN and NCCL as far as distributions tell them; a torch that brings its own tells none."""
     major = (numbers((build.built_for.get("cuda") if build else None) or "") or (0,))[0]
     found: dict[str, str] = {}
     for name, distribution in LIBRARIES.items():
@@ -61,8 +61,6 @@ def libraries(build: TorchBuild | None) -> dict[str, str]:
             found[name] = version(distribution.format(major=major))
         except PackageNotFoundError:
             continue
-    if (triton := triton_version()) is not None:
-        found["triton"] = triton
     return found
 
 

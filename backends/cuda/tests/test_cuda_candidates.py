@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from accelbridge.backend import Implementation, Request
+from accelbridge.backend import DeviceInfo, Implementation, Probe, Request
 from accelbridge.errors import ConfigError
 from accelbridge.precision.formats import FORMATS
 from accelbridge.precision.scalings import SCALINGS
@@ -20,6 +20,8 @@ from accelbridge_cuda.backend import CudaBackend
 from accelbridge_cuda.rules import RULES
 
 NOW = facts.usual_software("2.13.0")
+LIBRARY = {name: version for name, version in NOW.items() if name != "triton"}
+"""Without our kernels."""
 HEADS = {"head_dim": 128, "heads": 32, "kv_heads": 8, "sequence": 4096}
 CAUSAL = Request("attention", "bfloat16", HEADS, needs=frozenset({"causal", "gqa"}))
 WINDOW = replace(CAUSAL, needs=CAUSAL.needs | {"window"})
@@ -29,7 +31,7 @@ def chip(architecture: str) -> str:
     return f"Some GPU ({architecture})"
 
 
-def cell(architecture: str, formats: str, scaling: str, software: Mapping[str, str] = NOW):
+def cell(architecture: str, formats: str, scaling: str, software: Mapping[str, str] = LIBRARY):
     return facts.capabilities(chip(architecture), software).support("scaled_mm", formats, scaling)
 
 
@@ -110,12 +112,57 @@ def test_products(architecture: str, formats: str, scaling: str, level: str, why
 
 def test_blocks_and_mx_need_their_cuda_and_torch() -> None:
     for version, level in (("12.8", "emulated"), ("12.9", "full"), ("13.0", "full")):
-        assert cell("sm90", facts.E4M3, BLOCKS, {**NOW, "cuda": version}).level == level
+        assert cell("sm90", facts.E4M3, BLOCKS, {**LIBRARY, "cuda": version}).level == level
     for version, level in (("2.9.1", "emulated"), ("2.10.0", "full")):
-        assert cell("sm90", facts.E4M3, BLOCKS, {**NOW, "torch": version}).level == level
+        assert cell("sm90", facts.E4M3, BLOCKS, {**LIBRARY, "torch": version}).level == level
     for version, level in (("12.6", "emulated"), ("12.8", "full")):
-        assert cell("sm100", facts.E4M3, "mx", {**NOW, "cuda": version}).level == level
+        assert cell("sm100", facts.E4M3, "mx", {**LIBRARY, "cuda": version}).level == level
     assert "an unknown one" in cell("sm90", facts.E4M3, BLOCKS, {"torch": "2.13.0"}).reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "formats", "scaling", "library"),
+    [
+        ("sm89", facts.E4M3, BLOCKS, "on sm90 only"),
+        ("sm90", facts.E5M2, "tensor", "no two float8_e5m2"),
+        ("sm90", f"{facts.E4M3} x {facts.E5M2}", "row_pow2", "second operand"),
+        ("sm90", facts.E4M3, "block128x128", "with 1x128 ones only"),
+        ("sm100", PAIR, BLOCKS, "on sm90 only"),
+        ("sm103", facts.E4M3, "block1x128_pow2", "on sm90 only"),
+        ("sm120", facts.E4M3, "row", "pytorch/pytorch#192707"),
+        ("sm120", facts.E4M3, "mx", ""),
+    ],
+)
+def test_what_the_library_lacks_is_served_by_a_kernel(
+    architecture: str, formats: str, scaling: str, library: str
+) -> None:
+    """Compiled for these chips ahead of time (tests/kernels), not run on them."""
+    found = cell(architecture, formats, scaling, NOW)
+    assert found.level == "full"
+    assert library in found.reason
+    assert ("served by a kernel of accelbridge" in found.reason) == bool(library)
+    backend = CudaBackend()
+    backend.host = Probe(True, "", (DeviceInfo(0, chip(architecture)),), NOW)
+    own = {each.name: each for each in backend.implementations() if each.op == "scaled_mm"}
+    request = Request("scaled_mm", formats, variant=scaling)
+    assert own["triton"].supports(request)
+    assert bool(own["torch_scaled_mm"].supports(request)) != bool(library)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scaling", "why"),
+    [("sm80", "tensor", "it has no 8-bit floats"), ("sm90", "mx", "that begins with sm100")],
+)
+def test_what_no_kernel_serves_is_emulated_and_says_why(architecture: str, scaling: str, why: str) -> None:
+    found = cell(architecture, facts.E4M3, scaling, NOW)
+    assert (found.level, why in found.reason) == ("emulated", True)
+    assert found.reason.endswith("widened to float32 and multiplied there")
+
+
+def test_a_kernel_needs_its_triton() -> None:
+    for triton, why in (({}, "triton is not installed"), ({"triton": "3.3.1"}, "triton 3.3.1 is older than 3.4")):
+        found = cell("sm100", facts.E4M3, BLOCKS, {**LIBRARY, **triton})
+        assert (found.level, why in found.reason) == ("emulated", True)
 
 
 def _multiple_of_k(formats: str, torch: str) -> int:
@@ -225,7 +272,7 @@ def test_flash_of_ones_own_is_put_in_place_when_it_is_bound(
 def test_fp8_layers_of_other_packages_say_why_they_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _h100()
     found = {each.name: each for each in backend.implementations() if each.op == "scaled_mm"}
-    assert list(found) == ["torch_scaled_mm", "transformer_engine", "torchao"]
+    assert list(found) == ["torch_scaled_mm", "triton", "transformer_engine", "torchao"]
     request = Request("scaled_mm", facts.E4M3, variant="tensor")
     assert found["torch_scaled_mm"].supports(request)
     assert found["torch_scaled_mm"].load() == backend.matmul.scaled_mm

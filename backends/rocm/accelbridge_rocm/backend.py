@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe
+from accelbridge.backend import Capabilities, Collectives, Device, Implementation, Probe, Support
+from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.portable.described import DescribedBackend
 from accelbridge_rocm import facts
 from accelbridge_rocm.options import RocmOptions
 
 if TYPE_CHECKING:
-    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -64,18 +64,16 @@ class RocmBackend(DescribedBackend):
 
         return RocmCollectives(self._options, self.software.get("torch"))
 
-    def architecture(self) -> str:
-        return facts.architecture_of(self.here.chip.name)
+    def library_products(self) -> Mapping[tuple[str, str, str], Support]:
+        return facts.library_products(self.here.chip.name, self.software)
 
-    def tiles(self) -> Mapping[str, Tile]:
-        from accelbridge_rocm.tiles import tiles
-
-        return tiles(self.architecture())
+    def fp8_kernels(self) -> Fp8Kernels:
+        return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates
 
-        return candidates(self.architecture(), self.software)
+        return candidates(facts.architecture_of(self.here.chip.name), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions

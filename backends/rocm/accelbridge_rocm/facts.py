@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from accelbridge.backend import FULL, Capabilities, Chip, Limit, Support, unsupported
-from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells
+from accelbridge.kernels.fp8_cells import Fp8Kernels, served
+from accelbridge.portable.device_cells import MOVES, Cells, fp8_cells, group_cells, op_cells, product_cells
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
+from accelbridge_rocm.tiles import lacking, tiles
 
 OCP = ("float8_e4m3fn", "float8_e5m2")
 FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -61,10 +63,18 @@ PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
 """Dense peak FLOP/s by compute precision (torchtitan, tools/utils.py, get_peak_flops; others were not looked up and
 stay unknown), and memory in bytes (rocm.docs.amd.com, as above), of one device."""
 
+BANDWIDTHS: Mapping[str, int] = {
+    "AMD Instinct MI300X (gfx942)": 5300 * GB,
+    "AMD Instinct MI325X (gfx942)": 6000 * GB,
+    "AMD Instinct MI355X (gfx950)": 8000 * GB,
+}
+"""Bytes per second of the device's memory: AMD's data sheets of the products."""
+
 CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): name for name in PRODUCTS}
 
 _USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
 """ROCm of the wheel index of pytorch.org by torch; the later ones, of which it was not looked up, are taken for 7.2."""
+
 _TRITON: Mapping[str, str] = {
     "2.9": "3.5.1",
     "2.10": "3.6.0",
@@ -73,7 +83,7 @@ _TRITON: Mapping[str, str] = {
     "2.13": "3.7.1",
     "2.14": "3.8.0",
 }
-"""Triton by torch: what torch's wheels on PyPI depend on, for which those of pytorch.org's index are taken too."""
+"""triton by torch: what torch's wheels on PyPI depend on, for which that of pytorch.org's ROCm wheels is taken."""
 
 
 def usual_software(torch: str) -> dict[str, str]:
@@ -99,15 +109,35 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
     if known is None:
         why = unsupported(f"{name or 'its architecture'} is not one of {', '.join(ARCHITECTURES)}")
         return Capabilities(Chip(chip), dict.fromkeys(table, why))
-    for family in (known.family,) if known.family else (OCP, FNUZ):
+    ours = kernels(name, software)
+    for family in _families(name):
         table |= fp8_cells(
             family,
-            lambda scaling: _lacking(name, scaling, software) or FULL,
-            lambda a, b, scaling: _product(name, a, b, scaling, software),
+            lambda scaling: served(_lacking(name, scaling, software) or FULL, ours.quantize()),
+            lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
         )
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
-    facts = {**_FACTS, "fp8.variant": variant}
+    moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
+    facts = {**_FACTS, "fp8.variant": variant, **moved}
     return Capabilities(Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals)
+
+
+def _families(architecture: str) -> tuple[tuple[str, str], ...]:
+    family = ARCHITECTURES[architecture].family
+    return (family,) if family else (OCP, FNUZ)
+
+
+def library_products(chip: str, software: Mapping[str, str]) -> Cells:
+    """Cells of ``scaled_mm`` that are torch's and hipBLASLt's own; none of an unknown architecture."""
+    name, table = architecture_of(chip), Cells()
+    for family in _families(name) if name in ARCHITECTURES else ():
+        table |= product_cells(family, lambda a, b, scaling: _product(name, a, b, scaling, software))
+    return table
+
+
+def kernels(architecture: str, software: Mapping[str, str]) -> Fp8Kernels:
+    """What the portable kernels add."""
+    return Fp8Kernels(tiles(architecture), lacking(architecture), software)
 
 
 _FACTS: Mapping[str, str | int] = {

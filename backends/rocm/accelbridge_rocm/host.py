@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from accelbridge.backend import DeviceInfo, Probe
-from accelbridge.portable.torch_build import TorchBuild, read_torch_build, triton_version
+from accelbridge.kernels.installed import triton_software
+from accelbridge.portable.torch_build import TorchBuild, read_torch_build
 from accelbridge.portable.visible import one_chip, select, summary
 from accelbridge_rocm import kfd
 from accelbridge_rocm.kfd import Node, Reading
@@ -47,11 +48,8 @@ PRODUCTS = {
 def probe() -> Probe:
     """The answer for this host and environment. Never raises, opens no device."""
     found = judge(kfd.read(), os.environ, read_torch_build())
-    triton = triton_version()
-    software = {**found.software, **({"triton": triton} if triton else {})}
-    return replace(
-        found, software=software, facts={"host": platform.node(), "python": platform.python_version(), **found.facts}
-    )
+    facts = {"host": platform.node(), "python": platform.python_version(), **found.facts}
+    return replace(found, software={**found.software, **triton_software()}, facts=facts)
 
 
 def judge(reading: Reading, environment: Mapping[str, str], build: TorchBuild | None) -> Probe:

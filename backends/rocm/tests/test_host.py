@@ -222,6 +222,7 @@ def test_a_probe_loads_no_torch_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["heavy"], found["same"], found["threads"]) == ([], True, 1)
-    assert {**found["software"], "triton": ""} == {"torch": "2.10.0+cu128", "triton": ""}  # installed or not
+    found["software"].pop("triton", None)  # of this environment
+    assert found["software"] == {"torch": "2.10.0+cu128"}
     assert not found["available"]
     assert "torch 2.10.0+cu128 is built for CUDA 12.8, not for ROCm; install torch" in found["reason"]

@@ -239,8 +239,11 @@ def test_a_rule_is_whole(rule) -> None:
 
 
 def test_an_assumed_host_has_the_software_of_its_torch() -> None:
-    found = RocmBackend.assume("MI325X", 8, {"torch": "2.9.1"}).software
-    assert found == {"torch": "2.9.1", "rocm": "6.4", "triton": "3.5.1"}
+    assert RocmBackend.assume("MI325X", 8, {"torch": "2.9.1"}).software == {
+        "torch": "2.9.1",
+        "rocm": "6.4",
+        "triton": "3.5.1",
+    }
     assert RocmBackend.assume("mi325x", 1, {"rocm": "7.0"}).software["rocm"] == "7.0"
 
 
@@ -248,9 +251,41 @@ def test_products_are_candidates_as_far_as_the_chip_has_them() -> None:
     backend = RocmBackend()
     backend.host = RocmBackend.assume("mi300x", 1, {})
     found = {each.name: each for each in backend.implementations() if each.op == "scaled_mm"}
-    assert list(found) == ["torch_scaled_mm", "transformer_engine", "torchao"]
+    assert list(found) == ["torch_scaled_mm", "triton", "transformer_engine", "torchao"]
     assert found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="row"))
-    assert "ROCm" in found["torch_scaled_mm"].supports(Request("scaled_mm", FNUZ[0], variant="block1x128")).reason
+    blocks = Request("scaled_mm", FNUZ[0], variant="block1x128")
+    assert "ROCm" in found["torch_scaled_mm"].supports(blocks).reason
+    assert found["triton"].supports(blocks)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "formats", "scaling", "rocm", "library"),
+    [
+        ("gfx942", f"{FNUZ[0]} x {FNUZ[1]}", "row", "7.2", "second operand"),
+        ("gfx942", FNUZ[0], "block1x128 x block128x128", "7.2", "not available on ROCm"),
+        ("gfx950", f"{OCP[1]} x {OCP[0]}", "block1x128_pow2", "7.2", "not available on ROCm"),
+        ("gfx950", OCP[0], "mx_pow2", "7.14", "whose order was not looked up"),
+        ("gfx950", OCP[0], "tensor", "6.4", "need ROCm 6.5"),
+    ],
+)
+def test_what_the_library_lacks_is_served_by_a_kernel(
+    architecture: str, formats: str, scaling: str, rocm: str, library: str
+) -> None:
+    """Compiled for these chips ahead of time (tests/kernels), not run on them."""
+    software = {**NOW, "rocm": rocm, "triton": "3.7.1"}
+    found = cell(architecture, formats, scaling, software)
+    assert (found.level, library in found.reason) == ("full", True)
+    assert "served by a kernel of accelbridge" in found.reason
+    operand = facts.capabilities(f"Some GPU ({architecture})", software).support(
+        "quantize", formats.partition(" ")[0], "row"
+    )
+    assert operand.level == "full"
+
+
+def test_what_no_kernel_serves_is_emulated_and_says_why() -> None:
+    for architecture, scaling, why in (("gfx942", "mx", "begins with gfx950"), ("gfx90a", "row", "no 8-bit floats")):
+        found = cell(architecture, FNUZ[0], scaling, {**NOW, "triton": "3.7.1"})
+        assert (found.level, why in found.reason) == ("emulated", True)
 
 
 def test_an_assumed_version_that_nothing_reads_is_refused() -> None:
