@@ -43,7 +43,8 @@ def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     """Loss and gradients in float64, by torch alone."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     loss = F.cross_entropy(x @ weight.T, targets, reduction="sum")
-    return loss.detach(), *torch.autograd.grad(3 * loss, (x, weight))
+    dx, dw = torch.autograd.grad(3 * loss, (x, weight))
+    return loss.detach(), dx, dw
 
 
 def off(found: Tensor, right: Tensor) -> float:

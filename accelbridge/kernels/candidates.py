@@ -11,25 +11,27 @@ from accelbridge.kernels import available, tiles
 from accelbridge.kernels.limits import serves
 from accelbridge.kernels.tiles import Tile
 
-LAYERS: Mapping[str, tuple[str, str]] = {
-    "rms_norm": ("rms_norm", "accelbridge::rms_norm"),
-    "rope": ("rope", "accelbridge::rope"),
-    "swiglu": ("swiglu", "accelbridge::swiglu"),
-    "cross_entropy": ("cross_entropy", "accelbridge::cross_entropy"),
-    "vocab_parallel_cross_entropy": ("cross_entropy", "accelbridge::softmax_parts"),
-    "linear_cross_entropy": ("cross_entropy", "accelbridge::softmax_parts"),
-    "vocab_parallel_linear_cross_entropy": ("cross_entropy", "accelbridge::softmax_parts"),
+_LOSS = ("cross_entropy", "softmax_parts", "accelbridge::softmax_parts")
+LAYERS: Mapping[str, tuple[str, str, str]] = {
+    "rms_norm": ("rms_norm", "rms_norm_forward.128", "accelbridge::rms_norm"),
+    "rope": ("rope", "rope.64", "accelbridge::rope"),
+    "swiglu": ("swiglu", "swiglu_forward", "accelbridge::swiglu"),
+    "cross_entropy": ("cross_entropy", "softmax_parts", "accelbridge::cross_entropy"),
+    "vocab_parallel_cross_entropy": _LOSS,
+    "linear_cross_entropy": _LOSS,
+    "vocab_parallel_linear_cross_entropy": _LOSS,
 }
-"""By op: the module that has a function of its name, and the custom op that each call runs."""
+"""By op: the module that has a function of its name, a tile that is shipped where it is, and the custom op that each
+call runs."""
 
 
-def layers(architecture: str, table: Mapping[str, Tile], software: Mapping[str, str]) -> Sequence[Implementation]:
-    """A candidate "triton" for each op of :data:`LAYERS`, on a chip of ``architecture`` whose tiles are ``table``."""
+def layers(table: Mapping[str, Tile], software: Mapping[str, str]) -> Sequence[Implementation]:
+    """A candidate "triton" for each op of :data:`LAYERS`, on a chip whose tiles are ``table``."""
 
-    def candidate(op: str, module: str, launches: str) -> Implementation:
+    def candidate(op: str, module: str, tile: str, launches: str) -> Implementation:
         def supports(request: Request) -> Support:
-            if not table:
-                return unsupported(f"has no tiles for {architecture or 'an unknown architecture'}")
+            if tile not in table:
+                return unsupported("no tile is shipped for this chip")
             found = available(software)
             return serves(request) if found else found
 

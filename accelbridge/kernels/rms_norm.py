@@ -139,7 +139,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _block(columns: int) -> int:
-    return max(triton.next_power_of_2(columns), 128)
+    return max(128, 1 << (columns - 1).bit_length())
 
 
 # --------------------------------------------------------------------------------------------------------- sharding

@@ -60,10 +60,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, sequence, heads, dim = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
-    launch = tile(f"rope.{max(triton.next_power_of_2(dim // 2), 16)}").launch
+    launch = {"INVERSE": inverse, **tile(f"rope.{max(16, 1 << (dim // 2 - 1).bit_length())}").launch}
     rope_kernel[(batch * sequence, triton.cdiv(heads, launch["HEADS"]))](
-        x, cos, sin, y, sequence, heads, dim // 2, *x.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
-        INVERSE=inverse, **launch,
+        x, cos, sin, y, sequence, heads, dim // 2, x.stride(0), x.stride(1), x.stride(2),
+        cos.stride(0) if cos.dim() == 3 else 0, **launch,
     )  # fmt: skip
     return y
 

@@ -95,12 +95,12 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 @register_sharding(torch.ops.accelbridge.swiglu.default)
 def _(gate, up):
-    return [([place], [place] * 2) for place in [Replicate(), *map(Shard, range(gate.ndim))]]
+    return [([place], [place] * 2) for place in [Replicate(), *(Shard(dim) for dim in range(gate.ndim))]]
 
 
 @register_sharding(torch.ops.accelbridge.swiglu_backward.default)
 def _(grad, gate, up):
-    return [([place] * 2, [place] * 3) for place in [Replicate(), *map(Shard, range(gate.ndim))]]
+    return [([place] * 2, [place] * 3) for place in [Replicate(), *(Shard(dim) for dim in range(gate.ndim))]]
 
 
 # --------------------------------------------------------------------------------------------------------------- op

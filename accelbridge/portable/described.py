@@ -22,6 +22,7 @@ from accelbridge.backend import (
     Support,
     unsupported,
 )
+from accelbridge.kernels.candidates import layers
 from accelbridge.kernels.fp8_cells import Fp8Kernels
 from accelbridge.kernels.tiles import bind
 from accelbridge.portable.device_cells import general
@@ -29,7 +30,6 @@ from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
 
 if TYPE_CHECKING:
-    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 TRITON = "triton"
@@ -51,15 +51,6 @@ class DescribedBackend(Backend):
     @abstractmethod
     def attention_candidates(self) -> Sequence[Implementation]:
         """Candidates for ``attention`` on :attr:`here` with :attr:`software`, best first."""
-
-    def tiles(self) -> Mapping[str, Tile]:
-        """How the kernels of :mod:`accelbridge.kernels` are compiled for the chip of :attr:`here`; none, where they
-        are not."""
-        return {}
-
-    @abstractmethod
-    def architecture(self) -> str:
-        """Of the chip of :attr:`here`, by its compiler's name."""
 
     @abstractmethod
     def conventions(self, public: bool) -> Conventions:
@@ -109,13 +100,11 @@ class DescribedBackend(Backend):
         return SdpaAttention(self.attention_candidates())
 
     def implementations(self) -> Sequence[Implementation]:
-        from accelbridge.kernels.candidates import layers
         from accelbridge.portable.adamw import FUSED_ADAMW
 
-        ours = layers(self.architecture(), self.tiles(), self.software)
         unused = (_unused(package, why) for package, why in self.unused.items())
-        fp8 = (self._library_product(), self._kernel_product(), self._kernel_quantize())
-        return (*fp8, *unused, *self.attention.implementations(), *ours, FUSED_ADAMW)
+        ours = (self._kernel_product(), self._kernel_quantize(), *layers(self.fp8_kernels().tiles, self.software))
+        return (self._library_product(), *ours, *unused, *self.attention.implementations(), FUSED_ADAMW)
 
     def _library_product(self) -> Implementation:
         def supports(request: Request) -> Support:

@@ -114,7 +114,7 @@ def cross_entropy(
         loss = call(logits, targets, IGNORED)
         (loss * 0.25).backward()
         assert loss.dtype == torch.float32
-        assert torch.equal(logits, before)  # the caller's own
+        assert torch.equal(logits, before), f"gradient of the {name} lies where the caller's logits were"
         wanted[0].check(loss, f"loss of the {name}")
         wanted[1].check(gradient(logits), f"gradient of the {name}")
 

@@ -111,9 +111,9 @@ def split_logits(ctx: Rank, group: dist.ProcessGroup) -> None:
 
 def split_projection(ctx: Rank, group: dist.ProcessGroup) -> None:
     x, weight, targets = data("normal", 7, 16), data("normal", 300, 16, seed=1), check.some_targets(7, 300)
-    whole = [leaf(x), leaf(weight)]
+    whole = leaf(x), leaf(weight)
     losses.linear_cross_entropy(*whole, targets, IGNORED).backward()
-    mine = [leaf(x), leaf(weight.chunk(ctx.size)[ctx.rank].clone())]
+    mine = leaf(x), leaf(weight.chunk(ctx.size)[ctx.rank].clone())
     loss = losses.vocab_parallel_linear_cross_entropy(*mine, targets, group, IGNORED)
     loss.backward()
     dist.all_reduce(gradient(mine[0]))

@@ -48,7 +48,7 @@ class Mutant:
         return module
 
 
-_norm = partial(check.rms_norm, dtype=F32, kind="normal", rows=61, columns=300)
+_norm = partial(check.rms_norm, dtype=F32, kind="normal", rows=29, columns=300)
 _small_norm = partial(check.rms_norm, dtype=F32, kind="normal", rows=5, columns=128, eps=0.5)
 _loss = partial(check.cross_entropy, dtype=F32, kind="normal", rows=7, columns=257)
 _peaked = partial(check.cross_entropy, dtype=F32, kind="normal", rows=7, columns=257, magnitude=100.0)
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant("a result rounded twice", rms_norm,
            "out = wide * scale[:, None] * w[None, :]",
            "out = (wide * scale[:, None]).to(y.dtype.element_ty).to(tl.float32) * w[None, :]",
-           partial(check.rms_norm, dtype=BF16, kind="normal", rows=61, columns=300)),
+           partial(check.rms_norm, dtype=BF16, kind="normal", rows=29, columns=300)),
     Mutant("the last tile of the vocabulary missing", cross_entropy,
            "for start in range(0, columns, BLOCK):", "for start in range(0, columns - BLOCK + 1, BLOCK):", _loss),
     Mutant("what is masked counted as logits of 0", cross_entropy,
@@ -130,7 +130,7 @@ MUTANTS = [
 def test_a_defect_is_seen(mutant: Mutant, tmp_path: Path) -> None:
     tiles.bind(check.TILES)
     broken = mutant.load(tmp_path)
-    with pytest.raises(AssertionError, match=r"bounds off|gradient|of the kernel|^assert"):
+    with pytest.raises(AssertionError, match=r"bounds off|gradient of the kernel lies"):
         mutant.sees(broken)
 
 

@@ -33,14 +33,13 @@ def small_tiles() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(61, 300), (4, 128), (1, 1), (14, 96)])
-def test_rms_norm(dtype: torch.dtype, kind: str, rows: int, columns: int) -> None:
-    check.rms_norm(rms_norm, dtype, kind, rows, columns)
+def test_rms_norm(dtype: torch.dtype, kind: str) -> None:
+    check.rms_norm(rms_norm, dtype, kind, 29, 300)
 
 
-@pytest.mark.parametrize("columns", [4096, 16384])
-def test_rms_norm_of_long_rows(columns: int) -> None:
-    check.rms_norm(rms_norm, torch.bfloat16, "normal", 5, columns)
+@pytest.mark.parametrize(("rows", "columns"), [(4, 128), (1, 1), (14, 96), (5, 4096), (3, 16384)])
+def test_rms_norm_of_other_sizes(rows: int, columns: int) -> None:
+    check.rms_norm(rms_norm, torch.bfloat16, "normal", rows, columns)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,9 +63,14 @@ def test_swiglu(dtype: torch.dtype, kind: str, shape: tuple[int, ...], magnitude
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns", "magnitude"), [(7, 257, 1.0), (6, 301, 40.0), (4, 128, 1.0), (1, 1, 1.0)])
-def test_cross_entropy(dtype: torch.dtype, kind: str, rows: int, columns: int, magnitude: float) -> None:
-    check.cross_entropy(losses, dtype, kind, rows, columns, magnitude)
+def test_cross_entropy(dtype: torch.dtype, kind: str) -> None:
+    check.cross_entropy(losses, dtype, kind, 7, 257)
+
+
+@pytest.mark.parametrize(("rows", "columns", "magnitude"), [(4, 301, 40.0), (4, 128, 1.0), (1, 1, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_of_other_sizes(dtype: torch.dtype, rows: int, columns: int, magnitude: float) -> None:
+    check.cross_entropy(losses, dtype, "normal", rows, columns, magnitude)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,7 +130,7 @@ def test_linear_cross_entropy_is_both_in_one(dtype: torch.dtype) -> None:
     wanted = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, targets, ignore_index=IGNORED, reduction="sum")
     wanted.backward()
     for call in (losses.linear_cross_entropy, ops.reference("linear_cross_entropy")):
-        leaves = [leaf(x), leaf(weight)]
+        leaves = leaf(x), leaf(weight)
         loss = call(*leaves, targets, IGNORED)
         loss.backward()
         assert loss.dtype == torch.float32

@@ -24,7 +24,7 @@ class Interpreted(CpuBackend):
     """The reference backend with the kernels as candidates."""
 
     def implementations(self) -> Sequence[Implementation]:
-        return [*super().implementations(), *layers("interpreted", TILES, {"triton": "3.7.1"})]
+        return [*super().implementations(), *layers(TILES, {"triton": "3.7.1"})]
 
 
 class Launched(TorchDispatchMode):
@@ -49,5 +49,5 @@ def test_claims_of_ops_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         info._claimed_ops(bench)
     assert bench.found.failures == []
     assert bench.found.comparisons > 40
-    ours = {each.launches[0] for each in layers("interpreted", TILES, {}) if not each.op.startswith("vocab_parallel")}
+    ours = {each.launches[0] for each in layers(TILES, {}) if not each.op.startswith("vocab_parallel")}
     assert ours <= launched.names

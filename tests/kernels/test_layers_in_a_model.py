@@ -31,7 +31,7 @@ LARGE = {
     for name, tile in TILES.items()
 } | {name: Tile({"BLOCK": 4096}) for name in ("softmax_parts", "softmax_gradient", "swiglu_forward", "swiglu_backward")}
 """As few programs as will do: each costs the interpreter as much, whatever its size."""
-CANDIDATES = {each.op: each for each in layers("interpreted", LARGE, {"triton": "3.7.1"})}
+CANDIDATES = {each.op: each for each in layers(LARGE, {"triton": "3.7.1"})}
 
 
 @pytest.fixture(autouse=True)

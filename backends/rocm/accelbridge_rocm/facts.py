@@ -74,15 +74,6 @@ CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): 
 
 _USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
 """ROCm of the wheel index of pytorch.org by torch; the later ones, of which it was not looked up, are taken for 7.2."""
-_TRITON: Mapping[str, str] = {
-    "2.9": "3.5.1",
-    "2.10": "3.6.0",
-    "2.11": "3.6.0",
-    "2.12": "3.7.0",
-    "2.13": "3.7.1",
-    "2.14": "3.8.0",
-}
-"""Triton by torch: what torch's wheels on PyPI depend on, for which those of pytorch.org's index are taken too."""
 
 _TRITON: Mapping[str, str] = {
     "2.9": "3.5.1",

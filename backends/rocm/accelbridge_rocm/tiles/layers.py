@@ -16,11 +16,12 @@ WIDTHS = tuple(2**power for power in range(7, 15))
 
 def _rms_norm(width: int, processors: int) -> dict[str, Tile]:
     """Backward, the programs are two for each processor, so that partial sums stay few."""
-    warps = max(4, min(16, width // 512))
     backward = {"ROWS": max(1, 1024 // width), "BLOCK": width, "PROGRAMS": 2 * processors}
     return {
-        f"rms_norm_forward.{width}": Tile({"ROWS": max(1, 2048 // width), "BLOCK": width}, warps),
-        f"rms_norm_backward.{width}": Tile(backward, warps, stages=1),
+        f"rms_norm_forward.{width}": Tile(
+            {"ROWS": max(1, 2048 // width), "BLOCK": width}, warps=max(4, min(16, width // 512))
+        ),
+        f"rms_norm_backward.{width}": Tile(backward, warps=max(4, width // 1024), stages=1),
     }
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from accelbridge.backend import Backend, Implementation, Request
 from accelbridge.kernels.candidates import LAYERS, layers
-from accelbridge.kernels.installed import installed_triton
 from accelbridge.kernels.limits import DTYPES
 from accelbridge_cuda.backend import CudaBackend
+from accelbridge_cuda.tiles import tiles
 from accelbridge_rocm.backend import RocmBackend
 from tests.test_plans import plan_of
 
@@ -63,19 +63,11 @@ def test_what_a_kernel_does_not_take_is_refused_with_the_reason(request_: Reques
 
 def test_triton_must_be_there_and_new_enough() -> None:
     for software, why in (({}, "triton is not installed"), ({"triton": "3.1.0"}, "3.1.0 is older")):
-        for each in layers("sm90", {"any": None}, software):  # pyright: ignore[reportArgumentType]
+        for each in layers(tiles("sm90"), software):
             assert why in each.supports(Request(each.op, "bfloat16")).reason
-    assert "has no tiles for sm70" in layers("sm70", {}, {"triton": "3.7.1"})[0].supports(REQUESTS[0]).reason
+    unknown = layers(tiles("sm70"), {"triton": "3.7.1"})
+    assert all("no tile is shipped" in each.supports(Request(each.op, "bfloat16")).reason for each in unknown)
     assert not candidate("mi300x", "rope", torch="2.20.0").supports(REQUESTS[1])  # nothing is made up of its triton
-
-
-def test_its_version_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "triton").mkdir()
-    source = tmp_path / "triton" / "__init__.py"
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for text, version in (("raise SystemExit\n__version__ = '3.9.1'\n", "3.9.1"), ("raise SystemExit\n", None)):
-        source.write_text(text, encoding="utf-8")
-        assert installed_triton() == version
 
 
 # ---------------------------------------------------------------------------------------------------------- plans
