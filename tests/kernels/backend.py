@@ -104,8 +104,15 @@ class InterpretedBackend(CpuBackend):
         from accelbridge.portable.fp8_cells import cells
         from accelbridge.portable.scaled_mm import Conventions, TorchScaledMm
 
-        # The library has nothing: what a kernel does not serve is emulated.
-        return TorchScaledMm(self.name, cells(), Conventions(swizzled=False), _kernels(self._software))
+        # The library has nothing, and what is beyond a kernel's limits is refused, as the capabilities say.
+        kernels = _kernels(self._software)
+        table = {
+            (op, dtype, scaling): replace(cell, limits=kernels.product(general(scaling)).limits)
+            if op == "scaled_mm"
+            else cell
+            for (op, dtype, scaling), cell in cells().items()
+        }
+        return TorchScaledMm(self.name, table, Conventions(swizzled=False), kernels)
 
     @cached_property
     def attention(self) -> Attention:
