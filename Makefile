@@ -62,13 +62,20 @@ certify-all: test test-kernels test-sim test-xla test-ray parity faults certify 
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
-test-xla: .venv-xla/installed
-	.venv-xla/bin/python -m pytest backends/xla/tests
+# Steps are compiled for TPUs that are not here by the compiler in .venv-tpu (accelbridge estimate --compile-for).
+test-xla: .venv-xla/installed .venv-tpu/installed
+	ACCELBRIDGE_TPU_COMPILER_PYTHON=$(CURDIR)/.venv-tpu/bin/python .venv-xla/bin/python -m pytest backends/xla/tests
 	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
 
 .venv-xla/installed: pyproject.toml constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints-xla.txt -e ".[dev,xla]"
+	touch $@
+
+# libtpu, whose compiler needs no TPU; it is asked in a process of its own, since it comes with jax and not with torch_xla's libraries.
+.venv-tpu/installed: constraints-tpu.txt
+	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/pip install --quiet --disable-pip-version-check -r constraints-tpu.txt
 	touch $@
 
 # Real Ray on this machine, in an environment of its own.
@@ -88,4 +95,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-xla .venv-ray runs datasets .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla .venv-tpu .venv-ray runs datasets .pytest_cache .ruff_cache

@@ -59,7 +59,11 @@ def select(assumption: Assumption, argument: str | None, recipe: str | None) -> 
     named = argument or os.environ.get(ENVIRONMENT) or recipe
     name = named or _who_knows(assumption.chip)
     candidate, backend = load_named(name)
-    probe = backend.assume(assumption.chip, assumption.devices, assumption.software)
+    return selection_of(candidate, backend.assume(assumption.chip, assumption.devices, assumption.software), backend)
+
+
+def selection_of(candidate: Candidate, probe: Probe, backend: type[Backend]) -> Selection:
+    """A backend that is chosen for a host which answers ``probe``."""
     return Selection(backend, _with(candidate, probe, backend), ASSUMED, ())
 
 

@@ -142,6 +142,8 @@ class Capabilities:
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
     recompute: Support = FULL
+    generators: Support = FULL
+    """Whether there are ``torch.Generator`` objects of the device, beside its default stream."""
     several_processes: Support = FULL
     """Whether a run may be more than one process."""
     capture: Support = _NO_GRAPHS
@@ -163,6 +165,10 @@ class Capabilities:
     - ``ftz.float32``: subnormals in reductions: "kept", "flushed";
     - ``move.zero_sign``: the sign of a zero that goes from one device to another, of which a compiler may make a sum
       with zeros: "kept", "lost";
+    - ``memory.bandwidth``: bytes per second of the device's memory by its datasheet, for floors that measured times are
+      held against; nothing else depends on it, and it is not probed;
+    - ``rng.stream``: "continuous", or "by_graph" where draws also depend on where the work since the seed was cut into
+      graphs;
     - ``fp8.variant``: the e4m3 formats that products take, of "fn", "fnuz" and "ieee", in this order with a space
       between (strictest: "fn");
     - ``fp8.overflow``: what :meth:`Matmul.quantize` can do with a value that is too large: "saturate" (strictest),
@@ -173,6 +179,8 @@ class Capabilities:
     subnormals: Mapping[str, Literal["kept", "flushed"]] = field(default_factory=dict)
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
     operands, as results, or both."""
+    wrong_references: Mapping[str, str] = field(default_factory=dict)
+    """Ops whose portable reference gives wrong results here, and why: no plan takes it."""
     fallbacks: tuple[str, ...] = ()
     """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
     The conformance suite takes host work that is not stated here for a silent fallback."""
@@ -220,7 +228,8 @@ class Request:
     shape: Mapping[str, int] = field(default_factory=dict)
     variant: str = ""
     needs: frozenset[str] = frozenset()
-    """Features of this call: for attention "causal", "window", "segments", "softcap", "lse", "gqa"."""
+    """Features of this call: for attention "causal", "window", "segments", "softcap", "lse", "gqa"; for rope and swiglu
+    "compiled" where torch.compile sees what surrounds them; for adamw "found_inf"."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +294,45 @@ class Gradients(NamedTuple):
     """Those that have a gradient, in the model's order."""
     norms: Tensor
     """float32 [parameters]: 2-norm of what this process holds of each gradient."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind in one step of one device."""
+
+    op: str
+    """As in the capability table ("all_gather", ...), or what the vendor calls it where we have no name."""
+    count: int
+    bytes: int
+    """Sum over them of the larger of what goes in and what comes out, on one device; not what the wire carries."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A whole training step as a vendor's compiler made it for devices that are not here: compiled, not run.
+
+    All figures are the compiler's, per device."""
+
+    chip: str
+    devices: int
+    fits: bool
+    memory: Mapping[str, int]
+    """Bytes: "parameters", "optimizer", "batch", "temporaries" (gradients and activations among them), "results" (what
+    does not overwrite an argument), "code", and their "total"; of a step that does not fit perhaps the total alone."""
+    capacity: int | None = None
+    """Bytes that the device has, from the compiler or else from the vendor's page; None: unknown."""
+    flops: float | None = None
+    collectives: tuple[Traffic, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What making this took here, by phase."""
+    host_bytes: int | None = None
+    """Largest resident size of the processes that made it."""
+    notes: tuple[str, ...] = ()
+
+
+class CompileTimeout(Exception):
+    """:meth:`Execution.compile_ahead` did not finish within its limit."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +421,11 @@ class Device(ABC):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that memory of this device, or of the host, is used up."""
-        return isinstance(error, MemoryError)
+        # torch's allocator of host memory raises a plain RuntimeError, on POSIX and on Windows with these words
+        # (c10/core/impl/alloc_cpu.cpp).
+        words = ("can't allocate memory", "not enough memory")
+        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+        return refused or isinstance(error, MemoryError)
 
 
 class Collectives(ABC):
@@ -520,6 +572,9 @@ class Execution(ABC):
     model: ClassVar[str]
     """"eager" or "spmd"."""
 
+    gathers_in: ClassVar[str] = "compute"
+    """In which of a run's dtypes sharded parameters are gathered: "compute" or "params"."""
+
     device: torch.device
     """Where the batch lies; known after :meth:`start`."""
 
@@ -664,8 +719,17 @@ class Execution(ABC):
     # ---- ahead of time
 
     @abstractmethod
-    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
-        """Compile a whole step for an absent ``target``; unsupported(reason) where the vendor cannot."""
+    def compile_ahead(
+        self, target: str, step: Callable[[Execution], None], seconds: float = 600.0
+    ) -> Compiled | Support:
+        """Compile a whole step for an absent ``target``, whose devices :meth:`Backend.absent` describes;
+        unsupported(reason) where the vendor cannot, or where what it takes is not installed.
+
+        ``step(execution)`` calls :meth:`start`, :meth:`realise` of a model on the meta device, and then the methods of
+        one whole step, on the execution that it is given: one that records, perhaps in another process, for which
+        ``step`` can be pickled. What ``end_step`` is given before the first :meth:`microbatch` is set-up, not the step.
+        No memory may be taken for parameters. Raises CompileTimeout after ``seconds``, with no process left behind.
+        """
 
 
 # ---------------------------------------------------------------------------------------------------- backend
@@ -693,6 +757,8 @@ class Backend(ABC):
     takes any name that ``capabilities`` does."""
     versions: ClassVar[tuple[str, ...]] = ("torch",)
     """Names of the software whose versions claims and candidates read, which is what :meth:`assume` takes."""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """First words, besides :attr:`name`, of the targets ``WORD:CHIP:TOPOLOGY`` of :meth:`absent`."""
     options_model: ClassVar[type[BaseModel] | None] = None
     """Pydantic model of ``backend.options``; None: the backend has no options."""
 
@@ -735,6 +801,18 @@ class Backend(ABC):
         name = cls.chips.get(chip.lower(), chip)
         found = tuple(DeviceInfo(index, name) for index in range(devices))
         return Probe(True, f"assumed: {devices} x {name}", found, {"torch": version("torch"), **software})
+
+    @classmethod
+    def absent(cls, chip: str, topology: str) -> Probe:
+        """What :meth:`probe` would answer of the whole machine that a target names, all its hosts together, for
+        :meth:`Execution.compile_ahead`. Raises ConfigError for a chip or a topology that there isn't, Unsupported where
+        this vendor compiles for no absent machine, as by default."""
+        from accelbridge.errors import Unsupported
+
+        raise Unsupported(
+            f"compiling for {chip}:{topology} asked; backend {cls.name} compiles for no machine that is not here; "
+            "leave --compile-for out for an estimate by arithmetic"
+        )
 
     def chip(self, probe: Probe) -> tuple[str, str]:
         """The chip that a plan for the devices of ``probe`` is made for, and what to say of that choice ("": nothing).

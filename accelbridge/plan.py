@@ -194,7 +194,9 @@ def _choose(
     notes: list[str],
 ) -> tuple[Implementation | None, OpChoice]:
     """The first candidate that serves the request, the explicit one before all; None is the portable reference."""
-    portable = Implementation(request.op, "reference", lambda _: FULL, lambda: _never_loaded)
+    wrong = capabilities.wrong_references.get(request.op)
+    right = FULL if wrong is None else unsupported(f"it is wrong here: {wrong}")
+    portable = Implementation(request.op, "reference", lambda _: right, lambda: _never_loaded)
     order = [*candidates, portable]
     explicit = inputs.chosen_ops.get(request.op)
     if explicit is not None:

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,19 @@ from typing import TYPE_CHECKING, Any
 from accelbridge import hookspecs
 from accelbridge.backend import Backend, Probe
 from accelbridge.errors import AccelbridgeError, BackendError, ConfigError, did_you_mean
-from accelbridge.probing import UNNAMED, Child, ask, load, name_version, owner_of, probe_seconds, say, show, start_child
+from accelbridge.probing import (
+    UNNAMED,
+    Answer,
+    Child,
+    ask,
+    load,
+    name_version,
+    owner_of,
+    probe_seconds,
+    say,
+    show,
+    start_child,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -130,40 +143,52 @@ def survey(names: Sequence[str] | None = None) -> list[Candidate]:
     """Probe the backends in ``names`` (default: all that are installed), side by side."""
     found = _discover()
     points = {name: same for name, same in found.points.items() if names is None or name in names}
-    limit = probe_seconds()
-    children: dict[str, Child | BackendError] = {}
-    try:
-        for name, same in points.items():
-            if len(same) == 1 and not _in_core(same[0]):
-                children[name] = _start(same[0])
-        deadline = time.monotonic() + limit
-        candidates = [_examine(name, same, children.get(name), deadline) for name, same in points.items()]
-    finally:
-        for child in children.values():
-            if isinstance(child, Child):
-                child.stop()
+    probe_seconds()  # raises at once where it is set to nonsense
+    outside = [same[0] for same in points.values() if len(same) == 1 and not _in_core(same[0])]
+    answers = _ask_in_children(outside)
+    candidates = [_examine(name, same, answers.get(name)) for name, same in points.items()]
     return candidates + [c for c in found.unreadable if names is None or c.name in names]
 
 
-def _start(point: EntryPoint) -> Child | BackendError:
+def _ask_in_children(points: Sequence[EntryPoint]) -> dict[str, Answer | BackendError]:
+    """What each plugin says, by name: a child per distribution, side by side, and further ones for those that come
+    after a plugin that ended its child."""
+    owners = {owner_of(point): None for point in points}
+    waiting = [[point for point in points if owner_of(point) == owner] for owner in owners]
+    answers: dict[str, Answer | BackendError] = {}
+    while waiting:
+        with ExitStack() as resources:
+            children: list[Child | BackendError] = []
+            for group in waiting:
+                children.append(child := _start(group))
+                if isinstance(child, Child):
+                    resources.callback(child.stop)
+            deadline = time.monotonic() + probe_seconds()
+            for group, child in zip(waiting, children, strict=True):
+                found = child.read(deadline) if isinstance(child, Child) else [child] * len(group)
+                answers |= {point.name: answer for point, answer in zip(group, found, strict=False)}
+        waiting = [rest for group in waiting if (rest := [point for point in group if point.name not in answers])]
+    return answers
+
+
+def _start(points: Sequence[EntryPoint]) -> Child | BackendError:
     try:
-        return start_child(point)
+        return start_child(points)
     except BackendError as error:
         return error
 
 
-def _examine(name: str, same: list[EntryPoint], child: Child | BackendError | None, deadline: float) -> Candidate:
+def _examine(name: str, same: list[EntryPoint], answer: Answer | BackendError | None) -> Candidate:
+    """``answer`` is that of a child; None where it is to be asked here."""
     distribution, version = name_version(same[0].dist)
     blank = Candidate(name, distribution, version)
     if len(same) > 1:
         return _duplicate(blank, same)
     backend = None
     try:
-        if isinstance(child, BackendError):
-            raise child
-        if child is not None:
-            answer = child.read(deadline)
-        else:
+        if isinstance(answer, BackendError):
+            raise answer
+        if answer is None:
             backend = load(same[0])
             answer = ask(backend)
     except BackendError as error:

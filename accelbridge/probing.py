@@ -1,8 +1,9 @@
 """Loading one plugin and asking what it finds here: in this process, or in a child that may hang, exit or abort.
 
 A plugin outside the core package is probed in a child with a time limit: an import or a driver call that never
-returns then costs a reason, not this process. ``ACCELBRIDGE_PROBE_SECONDS`` sets the limit (seconds, shared by
-all children; default 10), for example where plugins lie on a slow network file system.
+returns then costs a reason, not this process. Plugins of one distribution share a child, since every start costs;
+where one ends it or hangs, a new child goes on after it. ``ACCELBRIDGE_PROBE_SECONDS`` sets the limit of a child
+(seconds; default 10), for example where plugins lie on a slow network file system.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import Distribution, EntryPoint
 from typing import IO, Any
@@ -212,9 +213,10 @@ def _plain_device(device: object) -> bool:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that loads and probes one plugin. Its output goes to files: a pipe could be held open by its
-    own children, or fill up while another child is read."""
+    """A process that loads and probes plugins, one after the other. Its output goes to files: a pipe could be held
+    open by its own children, or fill up while another child is read."""
 
+    points: Sequence[EntryPoint]
     process: subprocess.Popen[bytes]
     answer: IO[bytes]
     errors: IO[bytes]
@@ -250,32 +252,42 @@ class Child:
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return f"{how}: {lines[-1]}" if lines else how
 
-    def read(self, deadline: float) -> Answer:
-        """What it found. Raises BackendError where it hung, died or could not load the plugin."""
-        if not self.wait(deadline):
-            raise BackendError(
-                f"loading or probing it did not finish in {probe_seconds():g} s; update it, "
-                f"or set {PROBE_SECONDS_ENVIRONMENT} where this machine is slow"
-            )
+    def read(self, deadline: float) -> list[Answer | BackendError]:
+        """What it found, in the order of its points, as far as it came: the last is what stopped it, if anything."""
+        in_time = self.wait(deadline)
         self.answer.seek(0)
-        try:
-            data = json.loads(self.answer.read())
-        except ValueError:
-            raise BackendError(f"loading or probing it ended its process ({self.last_words()})") from None
-        if failure := data.get("failure"):
-            raise BackendError(failure)
-        devices = tuple(DeviceInfo(**device) for device in data["probe"].pop("devices"))
-        return Answer(Probe(devices=devices, **data["probe"]), data["api_version"], data["accelerator"])
+        found: list[Answer | BackendError] = []
+        with contextlib.suppress(ValueError):  # from a line that was being written, or that a plugin wrote into
+            found.extend(map(_answer, self.answer.read().splitlines()))  # as far as it comes
+        if len(found) < len(self.points):
+            found.append(
+                BackendError(
+                    f"loading or probing it ended its process ({self.last_words()})"
+                    if in_time
+                    else f"loading or probing it did not finish in {probe_seconds():g} s; update it, "
+                    f"or set {PROBE_SECONDS_ENVIRONMENT} where this machine is slow"
+                )
+            )
+        return found
 
 
-def start_child(point: EntryPoint) -> Child:
-    """Load and probe ``point`` in a child, with the import path of this process. Raises BackendError."""
+def _answer(line: bytes) -> Answer | BackendError:
+    data = json.loads(line)
+    if failure := data.get("failure"):
+        return BackendError(failure)
+    devices = tuple(DeviceInfo(**device) for device in data["probe"].pop("devices"))
+    return Answer(Probe(devices=devices, **data["probe"]), data["api_version"], data["accelerator"])
+
+
+def start_child(points: Sequence[EntryPoint]) -> Child:
+    """Load and probe ``points`` in a child, with the import path of this process. Raises BackendError."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    answer = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _Child.stop)
+    answer = tempfile.TemporaryFile()  # noqa: SIM115 (closed by Child.stop)
     errors = tempfile.TemporaryFile()  # noqa: SIM115
+    asked = [text for point in points for text in (point.name, point.value, owner_of(point))]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "accelbridge.probing", point.name, point.value, owner_of(point)],
+            [sys.executable, "-P", "-m", "accelbridge.probing", *asked],
             stdin=subprocess.DEVNULL,
             stdout=answer,
             stderr=errors,
@@ -286,22 +298,25 @@ def start_child(point: EntryPoint) -> Child:
         answer.close()
         errors.close()
         raise BackendError(f"no process could be started to probe it: {say(error)}") from error
-    return Child(process, answer, errors)
+    return Child(points, process, answer, errors)
 
 
-def _child(name: str, value: str, owner: str) -> None:
-    """Body of the child process: one JSON document on stdout, whatever the plugin prints."""
+def _child(asked: Sequence[str]) -> None:
+    """Body of the child process: one JSON document per line on stdout for each name, value and owner in ``asked``,
+    whatever the plugins print."""
     ours = os.dup(1)
     os.dup2(2, 1)
-    point = EntryPoint(name, value, hookspecs.ENTRY_POINT_GROUP)
-    try:
-        found = ask(load(point, owner))
-        answer = {"api_version": found.api_version, "accelerator": found.accelerator, "probe": _plain(found.probe)}
-    except BackendError as error:
-        answer = {"failure": str(error)}
-    with open(ours, "w", encoding="utf-8") as file:
-        json.dump(answer, file)
-    os._exit(0)  # the answer is given: the plugin's threads, exit handlers and teardown no longer matter
+    with open(ours, "w", encoding="utf-8", buffering=1) as file:
+        for name, value, owner in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+            point = EntryPoint(name, value, hookspecs.ENTRY_POINT_GROUP)
+            try:
+                found = ask(load(point, owner))
+                probe = _plain(found.probe)
+                answer = {"api_version": found.api_version, "accelerator": found.accelerator, "probe": probe}
+            except BackendError as error:
+                answer = {"failure": str(error)}
+            file.write(json.dumps(answer) + "\n")
+    os._exit(0)  # the answer is given: the plugins' threads, exit handlers and teardown no longer matter
 
 
 def _plain(probe: Probe) -> dict[str, Any]:
@@ -311,4 +326,4 @@ def _plain(probe: Probe) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    _child(sys.argv[1:])

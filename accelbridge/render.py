@@ -61,7 +61,7 @@ def _layout(plan: ExecutionPlan) -> str:
 
 def _ops_lines(plan: ExecutionPlan) -> Iterator[str]:
     rows = [(c.op, c.implementation, ", ".join(c.dtypes.values()), c.support, c.evidence) for c in plan.ops]
-    head, *lines = _columns([("op", "implementation", "dtype", "support", "evidence"), *rows], indent=2)
+    head, *lines = columns([("op", "implementation", "dtype", "support", "evidence"), *rows], indent=2)
     yield head
     for line, choice in zip(lines, plan.ops, strict=True):
         yield line
@@ -77,7 +77,7 @@ def devices_text(candidates: Sequence[Candidate]) -> str:
         (c.name, "yes" if c.available else "no", _devices(c), f"{c.distribution} {c.version}".strip(), c.api_version)
         for c in candidates
     ]
-    head, *lines = _columns([("backend", "available", "devices", "distribution", "interface"), *rows])
+    head, *lines = columns([("backend", "available", "devices", "distribution", "interface"), *rows])
     listed = [head]
     for line, candidate in zip(lines, candidates, strict=True):
         listed += [line, *_wrapped(candidate.probe.reason, 2)]
@@ -91,7 +91,7 @@ def _devices(candidate: Candidate) -> str:
     return ", ".join(f"{count} x {chip}" for chip, count in chips.items()) or "-"
 
 
-def _columns(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
     """One line per row, columns aligned; a line is never broken, so that it can be searched for."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -28,6 +28,7 @@ from arms import (
     end_on_sigterm,
     greatest_difference,
     head,
+    joined,
     machine,
     memory_ratios,
     quiet_ratio,
@@ -46,6 +47,7 @@ ENVIRONMENTS = {
     "deepspeed": ["deepspeed==0.19.8", "ninja"],
 }
 """What is installed beside torch (of constraints.txt) and numpy, in a virtual environment each."""
+OURS = "accelbridge"
 TARGET = 1.0
 """Processor time of ours over a peer's."""
 COMPARED = 10
@@ -127,36 +129,50 @@ def _python(where: Path, name: str) -> str:
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One group."""
     group = GROUPS[name]
-    steps = total_steps(options.turns, options.steps, options.warmup)
-    case = make_case(
-        folder / name,
-        SIZES[options.size],
-        steps,
-        parallel=group.parallel,
-        compute=group.compute,
-        layout=name,
-        own_model=False,
-        weight_decay=0.0,  # torchtitan would decay norms as well
-    )
+    turns = options.turns // options.pairs
+    steps = total_steps(turns, options.steps, options.warmup)
     failures: dict[str, str] = {}
-    with ExitStack() as stack:
-        ours = stack.enter_context(Arm("accelbridge", "ours.py", case, sys.executable))
-        ours.turn(options.warmup, keep=False)
-        arms = dict(_running(group, case, options, stack, failures))
-        take_turns((ours, *arms.values()), options.turns, options.steps)
-        for arm in (ours, *arms.values()):
-            arm.memory()
-        losses = {arm.name: arm.losses() for arm in (ours, *arms.values())}
-    first = {name: values[:COMPARED] for name, values in losses.items()}
+    starts: dict[str, list[Arm]] = {}
+    losses: dict[str, list[list[float]]] = {}
+    for number in range(options.pairs):
+        case = make_case(
+            folder / f"{name}-{number}",
+            SIZES[options.size],
+            steps,
+            parallel=group.parallel,
+            compute=group.compute,
+            layout=name,
+            own_model=False,
+            weight_decay=0.0,  # torchtitan would decay norms as well
+        )
+        for arm, values in _start(group, case, turns, options, failures):
+            starts.setdefault(arm.name, []).append(arm)
+            losses.setdefault(arm.name, []).append(values[:COMPARED])
+    arms = {each: joined(same) for each, same in starts.items() if each not in failures}
+    ours, first = arms.pop(OURS), losses[OURS]
     results = []
     for arm in arms.values():
-        difference = greatest_difference(first[ours.name], first[arm.name])
+        difference = max(map(greatest_difference, first, losses[arm.name]))
         if difference > group.same:
             failures[arm.name] = f"its losses of {COMPARED} steps differ by {difference:.1e}: it does other work"
         else:
-            results.append(_compare(name, ours, arm, first[arm.name][-1], difference))
-    mine = {"last_loss": first[ours.name][-1], **costs(ours)}
+            results.append(_compare(name, ours, arm, losses[arm.name][0][-1], difference))
+    mine = {"last_loss": first[0][-1], **costs(ours)}
     return {"group": name, "compute": group.compute, "accelbridge": mine, "peers": results, "failures": failures}
+
+
+def _start(
+    group: Group, case: dict[str, Any], turns: int, options: argparse.Namespace, failures: dict[str, str]
+) -> list[tuple[Arm, list[float]]]:
+    """All loops of a group in new processes, which take ``turns`` turns each; what was measured, and all losses."""
+    with ExitStack() as stack:
+        ours = stack.enter_context(Arm(OURS, "ours.py", case, sys.executable))
+        ours.turn(options.warmup, keep=False)
+        arms = [ours, *_running(group, case, options, stack, failures)]
+        take_turns(arms, turns, options.steps)
+        for arm in arms:
+            arm.memory()
+        return [(arm, arm.losses()) for arm in arms]
 
 
 def _compare(name: str, ours: Arm, peer: Arm, loss: float, difference: float) -> dict[str, Any]:
@@ -184,9 +200,11 @@ def _compare(name: str, ours: Arm, peer: Arm, loss: float, difference: float) ->
 
 def _running(
     group: Group, case: dict[str, Any], options: argparse.Namespace, stack: ExitStack, failures: dict[str, str]
-) -> Iterator[tuple[str, Arm]]:
+) -> Iterator[Arm]:
     """The peers that start and warm up; why the others do not is put into ``failures``."""
     for peer in group.peers:
+        if peer.name in failures:
+            continue
         python = sys.executable if peer.environment is None else _python(options.envs, peer.environment)
         env = _deepspeed(options.envs) if peer.environment == "deepspeed" else {}
         if not Path(python).exists():
@@ -200,7 +218,7 @@ def _running(
                 failures[peer.name] = str(error)
                 continue
             stack.push(trial.pop_all())
-            yield peer.name, arm
+            yield arm
 
 
 HEAD = head(
@@ -242,7 +260,8 @@ def main() -> None:
     if options.out:
         date = time.strftime("%Y-%m-%d")
         title = (
-            f"Trainer beside others, size {options.size}, {date}; {options.turns} turns of {options.steps} steps each"
+            f"Trainer beside others, size {options.size}, {date}; {options.turns} turns of {options.steps} steps each, "
+            f"in {options.pairs} starts of new processes"
         )
         facts["packages"] = " ".join(package for packages in ENVIRONMENTS.values() for package in packages)
         write(options.out, f"peers-{date}", {"date": date, "machine": facts, "groups": groups}, title, table, facts)
@@ -259,7 +278,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--envs", type=Path, metavar="DIR", default=Path("peers-envs"), help="where they are")
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--size", default="demo", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each in all")
+    parser.add_argument("--pairs", type=int, default=4, help="how often all start anew in that time")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the first turn")
     parser.add_argument("--out", type=Path, help=f"folder for the results, for example {HERE.name}/results")

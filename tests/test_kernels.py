@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.table import named, read
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -19,3 +21,8 @@ def test_the_kernels(what: str) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "not full", "-k", what, "tests/kernels"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_the_table_is_of_these_kernels_and_tiles() -> None:
+    """docs/kernels.md; ``make kernels`` writes it anew."""
+    assert read() == named()

@@ -147,3 +147,12 @@ def test_what_is_asked_for_and_cannot_serve_is_refused(tmp_path: Path) -> None:
         plan_of(tmp_path, "a100", "backend.ops.attention=fa3")
     with pytest.raises(Unsupported, match="takes no mask tensor"):
         plan_of(tmp_path, "mi300x", "backend.ops.attention=flash", "model.window=128")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_our_own_attention_serves_where_it_is_asked_for_too(tmp_path: Path, chip: str) -> None:
+    asked = ["backend.ops.attention=triton", "model.window=1024", "data.document_mask=true", "train.deterministic=true"]
+    plan = plan_of(tmp_path, chip, *asked)
+    assert next(choice for choice in plan.ops if choice.op == "attention").implementation == "triton"
+    with pytest.raises(Unsupported, match=r"backend.ops.attention triton asked.*a multiple of 8, not 100"):
+        plan_of(tmp_path, chip, "backend.ops.attention=triton", "model.head_dim=100")

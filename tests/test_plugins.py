@@ -307,6 +307,50 @@ def test_hanging_plugins_cost_one_limit_together(tmp_path: Path, on_path: Any, m
         plugins.choose("importhangs")
 
 
+SHARED = """
+def __getattr__(name):
+    if name == "beta":
+        {fault}
+    raise AttributeError(name)
+
+class Gamma(Made):
+    name = "gamma"
+
+class gamma:
+    @staticmethod
+    @hookimpl
+    def accelbridge_backend():
+        return Gamma
+"""
+"""Three plugins of one distribution, of which the second ends or keeps the child that they share."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [("os.abort()", r"ended its process \(SIGABRT"), ("time.sleep(300)", r"did not finish in 2\.5 s")],
+    ids=["aborts", "hangs"],
+)
+def test_a_plugin_that_ends_a_shared_child_hurts_no_other(
+    tmp_path: Path, on_path: Any, monkeypatch: pytest.MonkeyPatch, fault: str, outcome: str
+) -> None:
+    source = backend_source("alpha") + SHARED.format(fault=fault)
+    lines = "vendor_shared\nbeta = vendor_shared:beta\ngamma = vendor_shared:gamma"
+    on_path(install(tmp_path, [Plugin("alpha", source, distribution="vendor-shared", value=lines)]))
+    monkeypatch.setenv(probing.PROBE_SECONDS_ENVIRONMENT, str(LIMIT_S))
+    started: list[list[str]] = []
+    real = plugins.start_child
+
+    def start_child(points: Any) -> probing.Child:
+        started.append([point.name for point in points])
+        return real(points)
+
+    monkeypatch.setattr(plugins, "start_child", start_child)
+    found = {candidate.name: candidate for candidate in plugins.survey(["alpha", "beta", "gamma"])}
+    assert [found[name].available for name in ("alpha", "gamma")] == [True, True]
+    assert re.search(outcome, found["beta"].probe.reason)
+    assert started == [["alpha", "beta", "gamma"], ["gamma"]]
+
+
 def _alive(file: Path) -> bool:
     """Whether the process whose id is in ``file`` still runs a second after it should have ended."""
     if not file.exists():

@@ -30,7 +30,7 @@ def explain_text(
     # Without a recipe there is no model: the plan holds the backend, its facts and its lowerings.
     provided = None if config.model is not None else Provided(model=True, loss=True)
     target = choose_target(config, backend, everything=True, assumed=host)
-    world = World(size=nproc or _devices(config.parallel, target) // target.devices_per_process() or 1)
+    world = World(size=nproc or devices_of(config.parallel, target) // target.devices_per_process() or 1)
     plan = prepare(config, world, target=target, provided=provided, writes=False).plan
     if as_json:
         return json.dumps(plan.as_dict(), indent=1)
@@ -38,7 +38,7 @@ def explain_text(
     return f"{text}\n\n{devices_text(plan.candidates)}" if plan.candidates else text
 
 
-def _devices(parallel: ParallelConfig, target: Target) -> int:
+def devices_of(parallel: ParallelConfig, target: Target) -> int:
     """The product of the degrees; ``auto`` takes all devices that train would, or as few as the others need."""
     others = prod((parallel.dp_replicate, parallel.tp, parallel.cp, parallel.pp))
     if parallel.dp_shard != "auto":

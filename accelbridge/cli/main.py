@@ -1,4 +1,4 @@
-"""``accelbridge``: train, devices, explain, data, checkpoint, report, conform.
+"""``accelbridge``: train, devices, explain, estimate, data, checkpoint, report, conform.
 
 Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message, and never worth a retry; 3 a
 loss or gradient that is not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM or a time limit after a
@@ -146,3 +146,41 @@ def explain(
     from accelbridge.cli.explain import explain_text
 
     typer.echo(explain_text(recipe, overrides or [], nproc, backend, as_json, assume or ()))
+
+
+@app.command()
+def estimate(
+    recipe: RecipeArgument,
+    nproc: NprocOption = None,
+    backend: BackendOption = None,
+    overrides: SetOption = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of a host that is not here, as for explain; repeatable."),
+    ] = None,
+    compile_for: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD:CHIP:TOPOLOGY",
+            help="Also compile the whole step, by the vendor's compiler, for a machine that is not here.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="Limit of all compiling; what runs longer is ended.")
+    ] = 900.0,
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|whole|few",
+            help="Compile the whole model, or derive it from one and two layers; auto: the second where the first "
+            "takes more than half of the seconds.",
+        ),
+    ] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Print what a run would need per device: memory by kind, FLOPs, collectives. Runs nothing, takes no weights."""
+    from accelbridge.cli.estimate import estimate_text
+
+    typer.echo(
+        estimate_text(recipe, overrides or [], nproc, backend, assume or (), compile_for, seconds, layers, as_json)
+    )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge import ops
-from accelbridge.backend import Backend, Capabilities, Request, World
+from accelbridge.backend import Backend, Capabilities, Request, Support, World
 from accelbridge.conformance import checks, falsify
 from accelbridge.conformance.checks import Verdict
 from accelbridge.conformance.oracle import data
@@ -140,10 +140,11 @@ class Bench:
 
     def candidates(self, request: Request) -> list[tuple[str, Callable[..., Any]]]:
         """(name, callable) of every implementation of ``request.op`` that says it serves ``request``: the plan may
-        bind any of them, so each must be right. ``reference`` is the portable one on this device, ``interface`` the
-        method of the backend's own interface, where the op has them."""
+        bind any of them, so each must be right. ``reference`` is the portable one on this device, unless the backend
+        states that it is wrong there, ``interface`` the method of the backend's own interface, where the op has
+        them."""
         found: list[tuple[str, Callable[..., Any]]] = []
-        if request.op in ops.NAMES:
+        if request.op in ops.NAMES and request.op not in self.capabilities.wrong_references:
             found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):
@@ -162,6 +163,11 @@ class Bench:
     def supported(self, op: str, dtype: str, variant: str = "") -> bool:
         """Whether the backend states that it does this; for choosing what a test tries, never for skipping it."""
         return bool(self.capabilities.support(op, dtype, variant))
+
+    def needs(self, support: Support, what: str) -> None:
+        """End the test as NOT_SUPPORTED where the backend states that it lacks ``what``."""
+        if not support:
+            raise NotSupported(f"{what}: {support.reason}")
 
     def require(self, op: str, dtype: str, variant: str = "") -> None:
         """End the test as NOT_SUPPORTED where the cell is declared absent and the test may do without it; where it may

@@ -53,7 +53,7 @@ def implementations(t: Bench, op: str, dtype: str) -> list[tuple[str, Implemente
         return [(name, partial(_adamw_step, make)) for name, make in [*found, ("reference", ShardedAdamW)]]
     if op == "linear":
         found.append(("matmul", lambda x, weight, bias: t.backend.matmul.matmul(x, weight.T) + bias))
-    return [*found, ("reference", ops.reference(op))]
+    return found
 
 
 def call(t: Bench, op: str, dtype: str) -> Call:
@@ -104,6 +104,14 @@ def _cross_entropy(t: Bench, dtype: torch.dtype) -> Call:
     return Call((t.normal(6, 10, dtype=dtype), targets), small.cross_entropy, out)
 
 
+def _linear_cross_entropy(t: Bench, dtype: torch.dtype) -> Call:
+    x, weight = (t.integers(*shape, name=name, dtype=dtype) for name, shape in (("x", (6, 5)), ("weight", (10, 5))))
+    targets = t.integers(6, low=0, high=9, name="targets", dtype=torch.int64)
+    targets[2] = -100
+    out = torch.float64 if dtype == torch.float64 else torch.float32
+    return Call((x, weight, targets), small.linear_cross_entropy, out)
+
+
 _RATE, _DECAY, _EPSILON = 2.0**-5, 0.25, 1e-6
 
 
@@ -127,6 +135,7 @@ OPS: dict[str, Callable[[Bench, torch.dtype], Call]] = {
     "dropout": _dropout,
     "embedding": _embedding,
     "linear": _linear,
+    "linear_cross_entropy": _linear_cross_entropy,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "swiglu": _swiglu,
@@ -142,6 +151,8 @@ def group_call(t: Bench, op: str, dtype: str, variant: str) -> tuple[Tensor, Ten
     kind = getattr(torch, dtype)
     if op == "vocab_parallel_cross_entropy":
         return _vocab_parallel(t, kind)
+    if op == "vocab_parallel_linear_cross_entropy":
+        return _vocab_parallel_linear(t, kind)
     size, rank = t.world.size, t.world.rank
     if variant and op not in ("all_reduce", "reduce_scatter", "reduce"):
         raise ValueError(f"the suite knows no variants of {op}")
@@ -206,8 +217,18 @@ def _vocab_parallel(t: Bench, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return got, small.cross_entropy(logits, targets.long())
 
 
-GROUP_OPS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter",
-             "vocab_parallel_cross_entropy")  # fmt: skip
+def _vocab_parallel_linear(t: Bench, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    size, rank = t.world.size, t.world.rank
+    x, weight = t.integers(6, 5, name="x"), t.integers(4 * size, 5, name="weight")
+    targets = t.integers(6, low=0, high=4 * size - 1, name="targets").long()
+    mine = t.put(weight[4 * rank : 4 * rank + 4].to(kind))
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    run = ops.reference("vocab_parallel_linear_cross_entropy")
+    return run(t.put(x.to(kind)), mine, t.put(targets), group), small.linear_cross_entropy(x, weight, targets)
+
+
+VOCAB_PARALLEL = ("vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy")
+GROUP_OPS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter", *VOCAB_PARALLEL)
 """Ops of all ranks together."""
 
 

@@ -146,6 +146,8 @@ def _table() -> dict[tuple[str, str, str], Support]:
             "dropout",
             "cross_entropy",
             "vocab_parallel_cross_entropy",
+            "linear_cross_entropy",
+            "vocab_parallel_linear_cross_entropy",
             "adamw",
         ):
             table[op, dtype, ""] = FULL

@@ -113,9 +113,9 @@ def _run_again(trainer: Trainer, step: int) -> str:
     ]
     backward: Flags = []
     try:
-        # What is compiled would hide its modules, or be compiled again with their hooks; what is captured has none.
-        with torch.compiler.set_stance("force_eager"), _watched(model, forward, backward):
-            share, _ = trainer.accumulate(batches, captured=False)
+        # What is compiled would hide its modules, or be compiled again with their hooks.
+        with torch.compiler.set_stance("force_eager"), trainer.uncaptured(), _watched(model, forward, backward):
+            share, _ = trainer.accumulate(batches)
     finally:
         trainer.optimizer.zero_grad()
         trainer.execution.end_step()

@@ -6,19 +6,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from accelbridge.backend import Mask
 from accelbridge.errors import Unsupported
-from accelbridge.kernels import flash_backward as backward_kernels
-from accelbridge.kernels import flash_common as common
-from accelbridge.kernels import flash_forward as forward_kernels
+from accelbridge.kernels import flash_backward as flash_backward_module
+from accelbridge.kernels import flash_common
+from accelbridge.kernels import flash_forward as flash_forward_module
 from accelbridge.kernels.flash_candidate import BLOCKS_D, DTYPES, LONGEST, tile_name, variant
 from accelbridge.kernels.tiles import Tile, bound, tile
 from accelbridge.ops.dot_product import check_attention
+
+# A kernel is launched with other arguments than those that it is written with.
+common: Any = flash_common
+forward_kernels: Any = flash_forward_module
+backward_kernels: Any = flash_backward_module
 
 _SMALLEST = 2.0**-126
 """The least normal number of float32: a scale below it counts as 0."""
@@ -165,7 +169,7 @@ def flash_backward(
     q, scale, sign = _with_positive_scale(q, scale)
     q, k, v, out, dout = (_dense(x) for x in (q, k, v, out, dout))
     shape = _Shape(q, k)
-    rows = triton.cdiv(shape.queries, _PADDED) * _PADDED
+    rows = _tiles(shape.queries, _PADDED) * _PADDED
     delta, exponent = (lse.new_empty((*lse.shape[:2], rows)) for _ in range(2))
     how = tile("flash_delta")
     programs = rows // how.blocks["QUERIES"] * shape.heads * shape.batch
@@ -226,7 +230,7 @@ class _Shape:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"HEAD_DIM": self.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim))}
+        return {"HEAD_DIM": self.head_dim, "BLOCK_D": max(16, 1 << (self.head_dim - 1).bit_length())}
 
     def tile(self, kernel: str, flags: dict[str, bool]) -> Tile:
         kind, masked = variant(self.head_dim, self.dtype), flags["WINDOW"] or flags["SEGMENTS"]
@@ -235,13 +239,17 @@ class _Shape:
     def programs(self, how: Tile, block: str) -> tuple[int]:
         """The grid: tiles of queries of each head, or of keys of each key/value head."""
         rows, heads = (self.queries, self.heads) if block == "QUERIES" else (self.keys, self.groups)
-        count = triton.cdiv(rows, how.blocks[block]) * heads * self.batch
+        count = _tiles(rows, how.blocks[block]) * heads * self.batch
         if count >= 2**31:
             raise Unsupported(
                 f"attention asked of the portable kernel over {self.batch} x {heads} heads of {rows} positions; that "
                 f"is {count} programs, and a grid has less than 2^31; split the batch"
             )
         return (count,)
+
+
+def _tiles(rows: int, block: int) -> int:
+    return -(-rows // block)
 
 
 def _flags(causal: bool, window: int | None, segments: Tensor | None, softcap: float | None) -> dict[str, bool]:
@@ -259,7 +267,7 @@ def _spans(segments: Tensor | None, block: int) -> tuple[Tensor | None, Tensor |
         return None, None
     ids = segments.contiguous()
     batch, length = ids.shape
-    tiles = triton.cdiv(length, block)
+    tiles = _tiles(length, block)
     spans = ids.new_empty((batch, tiles, 2), dtype=torch.int32)
     common.document_spans[(batch * tiles,)](ids, spans, length, BLOCK=block, **tile("document_spans").launch)
     return ids, spans

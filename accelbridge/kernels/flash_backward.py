@@ -103,6 +103,7 @@ def flash_backward_dq(
         k = load_rows(k_ptr, k_stride_s, at, keys, KEYS, BLOCK_D, HEAD_DIM)
         v = load_rows(v_ptr, v_stride_s, at, keys, KEYS, BLOCK_D, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        capped = scores
         if SOFTCAP:
             capped = tanh(scores * (scale / softcap))
             softmax = tl.math.exp2(capped * (softcap * LOG2E) - exponent[:, None])
@@ -181,6 +182,7 @@ def flash_backward_dkdv(
         # Transposed, [KEYS, QUERIES], so that the softmax enters its product as it is.
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         dsoftmax = tl.dot(v, tl.trans(dout), input_precision="ieee")  # here it costs the fewest registers
+        capped = scores
         if SOFTCAP:
             capped = tanh(scores * (scale / softcap))
             softmax = tl.math.exp2(capped * (softcap * LOG2E) - exponent[None, :])

@@ -29,10 +29,10 @@ def cdiv(a: int, b: int) -> int:
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors (compute units) of ``device``, for kernels whose programs take their work in turns; a handful
-    where kernels are interpreted."""
+    """Multiprocessors (compute units) of ``device``, for kernels whose programs take their work in turns; 2 where
+    kernels are interpreted."""
     properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
-    return getattr(properties(device), "multi_processor_count", 4) if properties is not None else 4
+    return getattr(properties(device), "multi_processor_count", 2) if properties is not None else 2
 
 
 def check_reach(what: str, *matrices: Tensor) -> None:

@@ -216,7 +216,7 @@ def quantize(x: Tensor, format: Format, scaling: str, scale: Tensor | None = Non
     return QuantizedTensor.of_codes(codes, scale, format, chosen.block)
 
 
-def serves(format: Format) -> str:
+def rounds_otherwise(format: Format) -> str:
     """Why the kernels can't round to ``format``; "" where they can."""
     known = formats.FORMATS.get(format.name)
     if known is None or format.name not in TYPES:
@@ -229,7 +229,7 @@ def serves(format: Format) -> str:
 
 
 def _check(x: Tensor, format: Format, scaling: Scaling, scale: Tensor | None) -> None:
-    if why := serves(format):
+    if why := rounds_otherwise(format):
         raise Unsupported(f"{format.name} asked of a kernel; {why}; bind the portable implementation")
     if x.dim() != 2 or not formats.fits_float32(x.dtype):
         raise ConfigError(f"{tuple(x.shape)} {x.dtype} asked to be quantized; hand over a matrix in float32 or less")
@@ -270,6 +270,12 @@ def _quantize_by(x: Tensor, scale: Tensor, format: str, largest: float, block: l
 @_quantize_by.register_fake
 def _(x: Tensor, scale: Tensor, format: str, largest: float, block: list[int]) -> Tensor:
     return torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+
+
+if torch.distributed.is_available():
+    from accelbridge.kernels.sharding import register_quantize
+
+    register_quantize(torch.ops.accelbridge.quantize.default, torch.ops.accelbridge.quantize_by.default)
 
 
 def _results(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:

@@ -237,6 +237,12 @@ def _(
     return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
 
 
+if torch.distributed.is_available():
+    from accelbridge.kernels.sharding import register_scaled_mm
+
+    register_scaled_mm(torch.ops.accelbridge.scaled_mm.default)
+
+
 def _launch(
     kernel: Any, chosen: Tile, constants: dict[str, Any], a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None,
     a_scale: Tensor, b_scale: Tensor,
@@ -246,7 +252,9 @@ def _launch(
     even = k % blocks["BLOCK_K"] == 0
     # What loads by descriptor wants rows of a multiple of 16 bytes.
     blocks["DESCRIPTORS"] = bool(blocks["DESCRIPTORS"]) and k % 16 == 0 and a.data_ptr() % 16 == b.data_ptr() % 16 == 0
-    programs = min(cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]), 2 * processors(a.device))
+    # Large blocks take all registers of a processor, of smaller ones two find room.
+    each = 1 if blocks["BLOCK_M"] * blocks["BLOCK_N"] >= 128 * 128 else 2
+    programs = min(cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]), each * processors(a.device))
     left, right = a, b
     if blocks["DESCRIPTORS"]:
         left = TensorDescriptor.from_tensor(a, [blocks["BLOCK_M"], blocks["BLOCK_K"]])

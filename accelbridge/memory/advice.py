@@ -101,7 +101,7 @@ class Estimates:
         self.gathered = whole * _width(precision.arithmetic) if sharded and self._layout.zero < 3 else 0
         """Parameters that stay whole within a step (ZeRO 1 and 2)."""
         accumulates = sharded and self._layout.zero == 1 and prepared.microbatches > 1
-        self._whole_gradients = whole * _width(precision.reduce) if accumulates else 0
+        self.whole_gradients = whole * _width(precision.reduce) if accumulates else 0
         """Gradients that add up whole over the microbatches (ZeRO 1)."""
         self.activations = self._activations()
 
@@ -175,11 +175,11 @@ class Estimates:
         freed = self.gathered - self.gathered * min(2, units) // units  # about two units are whole at a time
         yield Option(
             f"parallel.zero {self._layout.zero} -> 3",
-            freed + self._whole_gradients,
+            freed + self.whole_gradients,
             "parameters are gathered once more, for the backward pass, and again for every microbatch",
         )
         yield Option(
-            "parallel.zero 1 -> 2", self._whole_gradients, "gradients are reduced after every microbatch, not once"
+            "parallel.zero 1 -> 2", self.whole_gradients, "gradients are reduced after every microbatch, not once"
         )
 
     def _shard(self) -> Iterator[Option]:

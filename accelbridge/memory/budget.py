@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import combinations
 from typing import Any
@@ -113,7 +113,14 @@ def _size(size: int) -> str:
 
 
 def measure(
-    model: ModelConfig, layout: Layout, shape: tuple[int, int], dtype: str, loaders: Loaders, *, segments: bool
+    model: ModelConfig,
+    layout: Layout,
+    shape: tuple[int, int],
+    dtype: str,
+    loaders: Loaders,
+    *,
+    segments: bool,
+    chunked_loss: bool = False,
 ) -> Activations:
     """What a decoder keeps on one device of ``layout`` for a microbatch of ``shape`` (sequences, tokens each),
     computed in ``dtype`` by the implementations that ``loaders`` return (the portable ones elsewhere).
@@ -123,12 +130,12 @@ def measure(
     local = _local(model, layout.tp)
     before = ops.bound()
     try:
-        table, notes = _usable(local, shape, dtype, loaders, segments)
+        run = _Run(local, 1, shape, dtype, segments, chunked_loss)
+        table, notes = _usable(run, loaders)
         ops.reset()
         ops.bind(table)
-        one = _Run(local, 1, shape, dtype, segments).plain()
-        two = _Run(local, 2, shape, dtype, segments).plain()
-        return _activations(_Run(local, 1, shape, dtype, segments), one, two - one, layout, notes)
+        one, two = run.plain(), replace(run, layers=2).plain()
+        return _activations(run, one, two - one, layout, notes)
     finally:
         ops.bind(before)
 
@@ -180,6 +187,7 @@ class _Run:
     shape: tuple[int, int]
     dtype: str
     segments: bool
+    chunked_loss: bool
     flops: dict[str, int] = field(default_factory=dict)
 
     def plain(self) -> int:
@@ -248,6 +256,8 @@ class _Run:
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         with ops.dropout_stream(torch.zeros(self.shape[0], dtype=torch.int32)):
+            if self.chunked_loss:
+                return model(batch["tokens"], batch.get("segments"), batch["targets"])
             logits_BSV = model(batch["tokens"], batch.get("segments"))
         return ops.cross_entropy(logits_BSV.flatten(0, -2), batch["targets"].flatten(), -100)
 
@@ -265,9 +275,7 @@ def _flops(name: str, args: tuple[Any, ...], result: Any) -> int:
 # ----------------------------------------------------------------------------- implementations on fake tensors
 
 
-def _usable(
-    config: ModelConfig, shape: tuple[int, int], dtype: str, loaders: Loaders, segments: bool
-) -> tuple[dict[str, Callable[..., Any]], tuple[str, ...]]:
+def _usable(run: _Run, loaders: Loaders) -> tuple[dict[str, Callable[..., Any]], tuple[str, ...]]:
     """The chosen implementations, each tried alone on fake tensors; stand-ins for those that fail."""
     table: dict[str, Callable[..., Any]] = {}
     notes: list[str] = []
@@ -277,7 +285,7 @@ def _usable(
         try:
             implementation = loaders[name]()
             with _bound({name: implementation}):
-                _Run(config, 1, shape, dtype, segments).plain()
+                run.plain()
             table[name] = implementation
         except Exception as error:  # a vendor's kernel may raise anything where it is given host tensors
             stand_in = _fused_attention if name == "attention" else ops.reference(name)

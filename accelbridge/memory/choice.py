@@ -15,7 +15,7 @@ from accelbridge.memory.config import RecomputeSetting, Selective
 
 DEFAULT = ("rms_norm", "rope", "swiglu", "dropout")
 """What ``memory.recompute: selective`` recomputes, as far as the model calls it: cheap ops with large outputs."""
-OUTSIDE = frozenset({"embedding", "cross_entropy", "adamw"})
+OUTSIDE = frozenset({"embedding", "cross_entropy", "linear_cross_entropy", "adamw"})
 """Ops that run outside the shard units of a decoder, so that recomputing units never reaches them."""
 
 

@@ -8,9 +8,11 @@ Shape suffixes: B batch, S sequence, M model dim, H heads, D head dim, V vocabul
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from accelbridge import ops
 from accelbridge.backend import Mask
@@ -36,6 +38,23 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight)
 
 
+class ToLoss:
+    """What an output projection can do besides logits: go on to the loss, so that they never exist whole."""
+
+    weight: Any
+
+    def loss(self, x_BSM: Tensor, targets_BS: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Sum of the cross-entropies of ``x weight^T``; ``group``: those who hold a part of the vocabulary each."""
+        x_NM, targets_N = x_BSM.flatten(0, -2), targets_BS.flatten()
+        if group is None:
+            return ops.linear_cross_entropy(x_NM, self.weight, targets_N)
+        return ops.vocab_parallel_linear_cross_entropy(x_NM, self.weight, targets_N, group)
+
+
+class Head(ToLoss, Linear):
+    """Output projection with a weight of its own."""
+
+
 class Embedding(nn.Embedding):
     """``nn.Embedding`` on :func:`accelbridge.ops.embedding`; the decoder sets its values."""
 
@@ -58,7 +77,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x_BSM, self.weight, self.eps)
 
 
-class TiedHead(nn.Module):
+class TiedHead(ToLoss, nn.Module):
     """Output projection whose weight is the embedding's.
 
     It holds the embedding, not the parameter, and not as a child: moving a module off the meta device would
@@ -167,12 +186,13 @@ class Decoder(nn.Module):
         self.embed_dropout = _dropout(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = TiedHead(self.embed) if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        self.head = TiedHead(self.embed) if config.tie_embeddings else Head(config.dim, config.vocab_size)
         name_sites(self)
         self.reset_parameters()
 
-    def forward(self, tokens_BS: Tensor, segments_BS: Tensor | None = None) -> Tensor:
-        """Logits ``[B, S, V]`` of the token after each one, in the parameters' dtype.
+    def forward(self, tokens_BS: Tensor, segments_BS: Tensor | None = None, targets_BS: Tensor | None = None) -> Tensor:
+        """Logits ``[B, S, V]`` of the token after each one, in the parameters' dtype; with ``targets_BS`` the sum of
+        their cross-entropies instead, for which logits never exist whole (-100: not counted).
 
         ``segments_BS`` holds a document id per token; a token sees its own document only. Positions run on
         over document boundaries: rotary attention depends on their differences alone.
@@ -184,7 +204,8 @@ class Decoder(nn.Module):
         x_BSM = _dropped(self.embed_dropout, self.embed(tokens_BS))
         for layer in self.layers:
             x_BSM = layer(x_BSM, context)
-        return self.head(self.norm(x_BSM))
+        x_BSM = self.norm(x_BSM)
+        return self.head(x_BSM) if targets_BS is None else self.head.loss(x_BSM, targets_BS)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Fill all parameters as :meth:`initialiser` says; nothing on the meta device.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelbridge.errors import ConfigError, did_you_mean
+from accelbridge.ops.chunked_losses import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from accelbridge.ops.dot_product import attention
 from accelbridge.ops.keyed_dropout import dropout, dropout_keys, dropout_stream
 from accelbridge.ops.layers import embedding, linear, rms_norm, rope, rope_table, swiglu
@@ -34,10 +35,12 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "fp8_linear": fp8_linear,
     "linear": linear,
+    "linear_cross_entropy": linear_cross_entropy,
     "rms_norm": rms_norm,
     "rope": rope,
     "swiglu": swiglu,
     "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
+    "vocab_parallel_linear_cross_entropy": vocab_parallel_linear_cross_entropy,
 }
 
 NAMES: tuple[str, ...] = tuple(_REFERENCE)
@@ -91,6 +94,7 @@ __all__ = [
     "embedding",
     "fp8_linear",
     "linear",
+    "linear_cross_entropy",
     "reference",
     "reset",
     "rms_norm",
@@ -99,4 +103,5 @@ __all__ = [
     "swiglu",
     "visible_keys",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

@@ -38,11 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     ``weight [x.shape[-1]]``. Everything is computed in float32 (float64 for float64) and rounded once.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"rms_norm takes a weight as long as the last dimension of x; "
-            f"found weight {tuple(weight.shape)} and x {tuple(x.shape)}"
-        )
+    check_rms_norm(x, weight)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
@@ -68,11 +64,7 @@ def rope(x_BSHD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     P]``. Dimension i is paired with i + D/2 (the order of Llama checkpoints in Hugging Face format). Computed
     in float32 (float64 for float64), result in the dtype of x.
     """
-    if cos_SP.shape[-1] * 2 != x_BSHD.shape[-1] or cos_SP.shape[-2] != x_BSHD.shape[1]:
-        raise ValueError(
-            f"rope takes x [B, S, H, D] and cos, sin [S, D/2]; "
-            f"found x {tuple(x_BSHD.shape)} and cos {tuple(cos_SP.shape)}"
-        )
+    check_rope(x_BSHD, cos_SP, sin_SP)
     cos, sin = cos_SP.unsqueeze(-2), sin_SP.unsqueeze(-2)
     first, second = x_BSHD.to(torch.promote_types(x_BSHD.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
@@ -85,6 +77,32 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     For 16-bit inputs it rounds twice, after each factor: float32 intermediates would double what is saved for
     the backward pass.
     """
+    check_swiglu(gate, up)
+    return F.silu(gate) * up
+
+
+# --------------------------------------------------------------------------------- checks, shared with other kernels
+
+
+def check_rms_norm(x: Tensor, weight: Tensor) -> None:
+    """Raise ``ValueError`` for shapes that :func:`rms_norm` does not take."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm takes a weight as long as the last dimension of x; "
+            f"found weight {tuple(weight.shape)} and x {tuple(x.shape)}"
+        )
+
+
+def check_rope(x_BSHD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> None:
+    """Raise ``ValueError`` for shapes that :func:`rope` does not take."""
+    if cos_SP.shape[-1] * 2 != x_BSHD.shape[-1] or cos_SP.shape[-2] != x_BSHD.shape[1]:
+        raise ValueError(
+            f"rope takes x [B, S, H, D] and cos, sin [S, D/2]; "
+            f"found x {tuple(x_BSHD.shape)} and cos {tuple(cos_SP.shape)}"
+        )
+
+
+def check_swiglu(gate: Tensor, up: Tensor) -> None:
+    """Raise ``ValueError`` for shapes that :func:`swiglu` does not take."""
     if gate.shape != up.shape:
         raise ValueError(f"swiglu takes two equal shapes; found {tuple(gate.shape)} and {tuple(up.shape)}")
-    return F.silu(gate) * up

@@ -18,11 +18,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, ignore_index: int = -100
     ``ignore_index`` count nothing and get zero gradient, also when that is all of them. Computed in float32
     whatever the dtype of the logits (float64 for float64).
     """
-    if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
-        raise ValueError(
-            f"cross_entropy takes logits [N, V] and targets [N]; "
-            f"found logits {tuple(logits_NV.shape)} and targets {tuple(targets_N.shape)}"
-        )
+    check_cross_entropy("cross_entropy", logits_NV, targets_N)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return F.cross_entropy(wide, targets_N, ignore_index=ignore_index, reduction="sum")
 
@@ -37,12 +33,17 @@ def vocab_parallel_cross_entropy(
     needs none: it is that of this rank's columns alone. A target outside the vocabulary fails as in
     :func:`cross_entropy`, on all ranks.
     """
+    check_cross_entropy("vocab_parallel_cross_entropy", logits_NV, targets_N)
+    return _VocabParallel.apply(logits_NV, targets_N, group, ignore_index)  # type: ignore[return-value]
+
+
+def check_cross_entropy(op: str, logits_NV: Tensor, targets_N: Tensor) -> None:
+    """Raise ``ValueError`` unless these are logits [N, V] (this rank's columns of them) and targets [N]."""
     if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
         raise ValueError(
-            f"vocab_parallel_cross_entropy takes logits [N, V / ranks] and targets [N]; "
+            f"{op} takes logits [N, V] and targets [N]; "
             f"found logits {tuple(logits_NV.shape)} and targets {tuple(targets_N.shape)}"
         )
-    return _VocabParallel.apply(logits_NV, targets_N, group, ignore_index)  # type: ignore[return-value]
 
 
 class _VocabParallel(torch.autograd.Function):

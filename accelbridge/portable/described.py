@@ -23,11 +23,13 @@ from accelbridge.backend import (
     unsupported,
 )
 from accelbridge.kernels.fp8_cells import Fp8Kernels
+from accelbridge.kernels.tiles import bind
 from accelbridge.portable.device_cells import general
 from accelbridge.portable.fp8_cells import EMULATED
 from accelbridge.portable.known_bad import at_least
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 TRITON = "triton"
@@ -49,6 +51,15 @@ class DescribedBackend(Backend):
     @abstractmethod
     def attention_candidates(self) -> Sequence[Implementation]:
         """Candidates for ``attention`` on :attr:`here` with :attr:`software`, best first."""
+
+    def tiles(self) -> Mapping[str, Tile]:
+        """How the kernels of :mod:`accelbridge.kernels` are compiled for the chip of :attr:`here`; none, where they
+        are not."""
+        return {}
+
+    @abstractmethod
+    def architecture(self) -> str:
+        """Of the chip of :attr:`here`, by its compiler's name."""
 
     @abstractmethod
     def conventions(self, public: bool) -> Conventions:
@@ -98,11 +109,13 @@ class DescribedBackend(Backend):
         return SdpaAttention(self.attention_candidates())
 
     def implementations(self) -> Sequence[Implementation]:
+        from accelbridge.kernels.candidates import layers
         from accelbridge.portable.adamw import FUSED_ADAMW
 
+        ours = layers(self.architecture(), self.tiles(), self.software)
         unused = (_unused(package, why) for package, why in self.unused.items())
-        ours = (self._kernel_product(), self._kernel_quantize())
-        return (self._library_product(), *ours, *unused, *self.attention.implementations(), FUSED_ADAMW)
+        fp8 = (self._library_product(), self._kernel_product(), self._kernel_quantize())
+        return (*fp8, *unused, *self.attention.implementations(), *ours, FUSED_ADAMW)
 
     def _library_product(self) -> Implementation:
         def supports(request: Request) -> Support:
@@ -119,12 +132,21 @@ class DescribedBackend(Backend):
         def supports(request: Request) -> Support:
             return self.fp8_kernels().product(general(request.variant)).within(request.shape)
 
+        def load() -> Callable[..., Any]:
+            from accelbridge.kernels.scaled_mm import scaled_mm
+
+            bind(self.fp8_kernels().tiles)
+            return scaled_mm
+
         launches = ("accelbridge::scaled_mm",)
-        return Implementation("scaled_mm", TRITON, supports, self._load_product, launches=launches)
+        return Implementation("scaled_mm", TRITON, supports, load, launches=launches)
 
     def _kernel_quantize(self) -> Implementation:
         def load() -> Callable[..., Any]:
-            return self.matmul.quantize
+            from accelbridge.kernels.quantize import quantize
+
+            bind(self.fp8_kernels().tiles)
+            return quantize
 
         launches = ("accelbridge::quantize", "accelbridge::quantize_by")
         return Implementation("quantize", TRITON, lambda _: self.fp8_kernels().quantize(), load, launches=launches)

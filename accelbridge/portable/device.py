@@ -48,8 +48,7 @@ class TorchDevice(Device):
             reset()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _HOST_REFUSED)
-        return refused or isinstance(error, torch.OutOfMemoryError) or super().is_out_of_memory(error)
+        return isinstance(error, torch.OutOfMemoryError) or super().is_out_of_memory(error)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(_host_seed(seed))  # the host's generator, and those of devices that torch knows of
@@ -75,8 +74,3 @@ def _host_seed(seed: int) -> int:
     if seed < 2**32:
         return seed
     return int.from_bytes(blake2b(seed.to_bytes(16, "little"), digest_size=4).digest(), "little")
-
-
-_HOST_REFUSED = ("can't allocate memory", "not enough memory")
-"""What torch's allocator of host memory says on POSIX and on Windows (c10/core/impl/alloc_cpu.cpp); the class of its
-error is a plain RuntimeError."""

@@ -23,6 +23,8 @@ OPS = (
     "dropout",
     "cross_entropy",
     "vocab_parallel_cross_entropy",
+    "linear_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
     "adamw",
 )
 

@@ -295,7 +295,7 @@ class EagerExecution(Execution):
 
     # ---- ahead of time
 
-    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
+    def compile_ahead(self, target: str, step: Callable[[Execution], None], seconds: float = 600.0) -> Support:
         return unsupported(f"eager execution compiles no whole step, so none for {target}")
 
 

@@ -30,9 +30,14 @@ class PortableMatmul(Matmul):
 
         Operands narrower than float32 are widened first (exact): what a device's own 16-bit product does
         between partial sums is for its vendor to say. torch 2.13 on an x86 CPU rounds once too, for K up to
-        16384. Raises ``ValueError`` for operands that don't fit.
+        16384. Raises ``ValueError`` for operands that don't fit, ``Unsupported`` for bool, which some devices would
+        take for "or" of "and".
         """
         _check(a, b)
+        if torch.bool in (a.dtype, b.dtype):
+            raise Unsupported(
+                f"a product of {a.dtype} and {b.dtype} asked; torch defines none of bool; convert to a number"
+            )
         out_dtype = a.dtype if out_dtype is None else out_dtype
         wide = torch.promote_types(_widened(a.dtype), _widened(b.dtype))
         return (a.to(wide) @ b.to(wide)).to(out_dtype)

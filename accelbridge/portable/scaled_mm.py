@@ -8,7 +8,7 @@ Its scales are what to multiply with when dequantizing, as ours are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from accelbridge.backend import Format, Support, unsupported
 from accelbridge.errors import Unsupported
 from accelbridge.kernels.fp8_cells import Fp8Kernels
+from accelbridge.kernels.installed import installed_triton, interpreted
 from accelbridge.kernels.tiles import bind
 from accelbridge.portable.fp8 import EmulatedFp8, k_step
 from accelbridge.portable.fp8_cells import MIXED
@@ -62,6 +63,34 @@ class Conventions:
     """Whether there is a ``torch.nn.functional.scaled_mm`` (torch 2.10 and later)."""
 
 
+@dataclass(frozen=True)
+class _Ours:
+    """Our kernels, imported, with their tiles bound."""
+
+    quantize: Callable[..., QuantizedTensor]
+    rounds_otherwise: Callable[[Format], str]
+    scaled_mm: Callable[..., Tensor]
+    products: Mapping[str, Support]
+    on_hosts: bool
+
+    @classmethod
+    def of(cls, kernels: Fp8Kernels) -> _Ours:
+        from accelbridge.kernels import quantize, scaled_mm
+
+        bind(kernels.tiles)
+        products = {kinds: kernels.product(kinds) for kinds in (*RECIPES, *MIXED)}
+        return cls(quantize.quantize, quantize.rounds_otherwise, scaled_mm.scaled_mm, products, interpreted())
+
+    def may_run_on(self, x: Tensor) -> bool:
+        """Whether a kernel could take ``x``: on a host only where kernels are interpreted, and not what is spread over
+        several devices, which their owners take apart."""
+        return (x.device.type != "cpu" or self.on_hosts) and not hasattr(x, "device_mesh")
+
+    def multiplies(self, a: QuantizedTensor, b: QuantizedTensor) -> bool:
+        found = self.products.get(kinds_of(a, b))
+        return found is not None and bool(found.within(_sizes(a, b))) and self.may_run_on(a.payload)
+
+
 class TorchScaledMm(EmulatedFp8):
     """Products that ``table``, of the library, calls full, by torch; others by ``kernels`` as far as they serve them;
     those that are left, and that it calls emulated, by way of float32.
@@ -80,7 +109,8 @@ class TorchScaledMm(EmulatedFp8):
         super().__init__(name)
         self._table = table
         self._conventions = conventions
-        self._kernels = kernels
+        # All of it once, and before a compiler looks on. A plan can be made where there is no triton, but nothing run.
+        self._ours = None if kernels is None or not installed_triton() or not kernels.quantize() else _Ours.of(kernels)
 
     def quantize(self, x: Tensor, format: Format, scaling: str, scale: Tensor | None = None) -> QuantizedTensor:
         """As :class:`EmulatedFp8` does, bit for bit, in the formats that the table states: in others nothing could be
@@ -90,13 +120,9 @@ class TorchScaledMm(EmulatedFp8):
             raise Unsupported(
                 f'backend "{self.name}" was asked to quantize to {format.name}, scaling {scaling}: {support.reason}'
             )
-        if self._kernels is None or not self._kernels.quantize() or not _on_a_device(x):
+        ours = self._ours
+        if ours is None or not ours.may_run_on(x) or ours.rounds_otherwise(format):
             return super().quantize(x, format, scaling, scale)
-        from accelbridge.kernels import quantize as ours
-
-        if ours.serves(format):
-            return super().quantize(x, format, scaling, scale)
-        bind(self._kernels.tiles)
         return ours.quantize(x, format, scaling, scale)
 
     def scaled_mm(
@@ -107,8 +133,8 @@ class TorchScaledMm(EmulatedFp8):
         k_step(a, b)  # raises where scales would change with every term
         support = self._support(a, b)
         library = support.level == "full" and self._gives(a, out_dtype) and 0 not in (*a.shape, b.shape[1])
-        if not library and self._kernels_serve(a, b):
-            return self._by_kernels(self._kernels, a, b, out_dtype, bias)
+        if not library and self._ours is not None and self._ours.multiplies(a, b):
+            return self._ours.scaled_mm(a, b, out_dtype, bias)
         if not support:
             raise Unsupported(f'backend "{self.name}" was asked for a scaled product {_named(a, b)}: {support.reason}')
         if not library:
@@ -124,19 +150,6 @@ class TorchScaledMm(EmulatedFp8):
         pair = a.format.name if a.format.name == b.format.name else f"{a.format.name} x {b.format.name}"
         found = self._table.get(("scaled_mm", pair, kinds_of(a, b)), _NOT_STATED)
         return found.within(_sizes(a, b))
-
-    def _kernels_serve(self, a: QuantizedTensor, b: QuantizedTensor) -> bool:
-        known = kinds_of(a, b) in (*RECIPES, *MIXED)
-        there = self._kernels is not None and known and _on_a_device(a.payload)
-        return there and bool(self._kernels.product(kinds_of(a, b)).within(_sizes(a, b)))
-
-    def _by_kernels(
-        self, kernels: Fp8Kernels, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
-    ) -> Tensor:
-        from accelbridge.kernels import scaled_mm as ours
-
-        bind(kernels.tiles)
-        return ours.scaled_mm(a, b, out_dtype, bias)
 
     def _gives(self, a: QuantizedTensor, out_dtype: torch.dtype) -> bool:
         given = self._conventions.outputs.get(KINDS[a.block], ("float32", "bfloat16", "float16"))
@@ -160,18 +173,6 @@ def kinds_of(a: QuantizedTensor, b: QuantizedTensor) -> str:
 
 def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> dict[str, int]:
     return {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1]}
-
-
-def _on_a_device(x: Tensor) -> bool:
-    """Whether a kernel could run on ``x``: on a host only where kernels are interpreted, and not on what is spread over
-    several devices, which their owners take apart."""
-    if hasattr(x, "device_mesh"):
-        return False
-    if x.device.type != "cpu":
-        return True
-    from accelbridge.kernels.installed import interpreted
-
-    return interpreted()
 
 
 def public_product(

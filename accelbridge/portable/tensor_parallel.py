@@ -180,13 +180,20 @@ def _hide(module: nn.Module) -> Any:
     return None if isinstance(bias, DTensor) and bias.device_mesh.ndim == 1 else bias
 
 
-def _vocab_head(_: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:
+def _vocab_head(module: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:
     @wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> DTensor:
         args, kwargs = boundary.gather_first(args, kwargs)
         return DTensor.from_local(inner(self, *args, **kwargs), boundary.mesh, [Shard(-1)], run_check=False)
 
-    return {"forward": forward}
+    whole_loss = getattr(type(module), "loss", None)  # of accelbridge.models.decoder.ToLoss
+    if whole_loss is None:
+        return {"forward": forward}
+
+    def loss(self: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+        return whole_loss(self, boundary.gather(x), targets, boundary.mesh.get_group())
+
+    return {"forward": forward, "loss": loss}
 
 
 def _vocab_embedding(module: nn.Module, inner: Callable[..., Any], boundary: _Boundary) -> dict[str, Any]:

@@ -165,6 +165,9 @@ class MemoryConfig(Section):
     recompute: RecomputeSetting = "none"
     """Activations computed again in the backward pass: none, full (each shard unit), selective (cheap ops with large
     outputs), or chosen: ``{ops: [rms_norm, swiglu]}`` or ``{budget: 200MiB}``."""
+    chunked_loss: bool = False
+    """Compute the loss from the last hidden activations, a chunk of the vocabulary at a time, so that logits never
+    exist whole; for one more product with the output projection."""
     activations: Place = "device"
     optimizer: Place = "device"
     parameters: Place = "device"

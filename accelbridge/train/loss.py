@@ -63,11 +63,25 @@ class NextTokenLoss:
     The model returns logits [B, S, V], or an object with such an attribute ``logits``. Document ids are passed
     where the data has them and the model's forward a parameter ``segments`` or ``segments_BS``; :attr:`note` says where
     it hasn't.
+
+    ``chunked``: the model's forward takes ``targets`` or ``targets_BS`` as well, and returns the sum of losses itself,
+    so that logits need not exist whole. Raises ConfigError where it doesn't.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, chunked: bool = False) -> None:
         parameters = inspect.signature(model.forward).parameters
-        self._segments = next((name for name in ("segments", "segments_BS") if name in parameters), None)
+        self._segments, self._targets = (
+            next((known for known in (name, f"{name}_BS") if known in parameters), None)
+            for name in ("segments", "targets")
+        )
+        self._chunked = chunked
+        if chunked and self._targets is None:
+            raise ConfigError(
+                f"memory.chunked_loss asked; the forward of {type(model).__name__} takes no targets, so it cannot "
+                "return the loss in place of logits; give it a parameter targets (int64 [B, S], -100: not counted), "
+                "with which it returns accelbridge.ops.linear_cross_entropy of its last activations, or leave "
+                "chunked_loss out"
+            )
 
     @property
     def note(self) -> str:
@@ -77,6 +91,8 @@ class NextTokenLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         extra = {self._segments: batch["segments"]} if self._segments and "segments" in batch else {}
+        if self._chunked:
+            return model(batch["tokens"], **extra, **{str(self._targets): batch["targets"]})
         logits_BSV = model(batch["tokens"], **extra)
         if not isinstance(logits_BSV, Tensor):
             raise ConfigError(

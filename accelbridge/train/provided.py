@@ -32,6 +32,11 @@ def provided(
     """What the plan must know of a script's own data and model: what they are, the ops it is known to call, and
     what is not covered."""
     data = {name: describe_samples(samples) for name, samples in own.items() if samples is not None}
+    if loss is not None and config.memory.chunked_loss:
+        raise ConfigError(
+            "memory.chunked_loss asked, of next-token loss; the loss is your own; let it call "
+            "accelbridge.ops.linear_cross_entropy, and leave chunked_loss out"
+        )
     if model is None:
         return Provided(data=data, loss=loss is not None)
     parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -43,7 +48,7 @@ def provided(
     notes = coverage_notes(model)
     if loss is not None and parallel.tp > 1:
         notes.append("the loss is your own: what the model returns split over tp is gathered for it")
-    if loss is None and (note := NextTokenLoss(model).note):
+    if loss is None and (note := NextTokenLoss(model, config.memory.chunked_loss).note):
         notes.append(note)
     vocab_head = "vocab_head" in spec.tensor_parallel.values()
     dropout = any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())

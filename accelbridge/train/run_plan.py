@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelbridge.agreement import flatten
 from accelbridge.backend import Request, World
 from accelbridge.data.store import TokenStore
+from accelbridge.errors import ConfigError
 from accelbridge.memory import choice
 from accelbridge.memory.choice import Recompute
 from accelbridge.memory.config import Selective
@@ -76,6 +77,11 @@ def plan_run(
     backend = target.backend
     network = resolve_network(config.backend.profile, backend.name, backend.collectives, environment)
     fp8 = plan_fp8(config, target, layout, microbatch * config.train.seq_len, provided)
+    if fp8 is not None and config.memory.chunked_loss and config.model and "head" in fp8.filtered.chosen:
+        raise ConfigError(
+            'memory.chunked_loss asked with an output projection in fp8, of which it can make no part; add "head" to '
+            "precision.fp8.exclude, or leave chunked_loss out"
+        )
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
@@ -114,8 +120,9 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     assert setting.budget is not None
     shape = (microbatch, config.train.seq_len)
     activations = measure(
-        config.model, layout, shape, config.precision.arithmetic, plan.loaders, segments=config.data.document_mask
-    )
+        config.model, layout, shape, config.precision.arithmetic, plan.loaders,
+        segments=config.data.document_mask, chunked_loss=config.memory.chunked_loss,
+    )  # fmt: skip
     return choose(activations, config.model.layers, setting.budget)
 
 
@@ -136,7 +143,8 @@ _CAPTURED = (
 
 def _decoder_requests(config: TrainConfig) -> list[Request]:
     assert config.model is not None, "prepare() checked it"
-    return decoder_requests(config.model, config.precision.arithmetic, config.train.seq_len, config.data.document_mask)
+    dtype, train = config.precision.arithmetic, config.train
+    return decoder_requests(config.model, dtype, train.seq_len, config.data.document_mask, train.compile)
 
 
 def _resolve(
@@ -153,7 +161,7 @@ def _resolve(
     dropout = [Request("dropout", dtype)] if provided.dropout else []
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
-    loss = [] if provided.loss else [loss_request(dtype, split)]
+    loss = [] if provided.loss else [loss_request(dtype, split, config.memory.chunked_loss)]
     shapes = provided.parameters if config.model is None else decoder_shapes(config.model)
     notes = [*([target.note] if target.note else []), *provided.notes]
     if shapes is not None:
@@ -164,7 +172,7 @@ def _resolve(
     inputs = PlanInputs(
         requests=[*model, *dropout, *loss, _update(config)],
         layout=layout.as_dict(),
-        wire=_wire(config, layout, split, gathers=provided.loss and provided.vocab_head),
+        wire=_wire(config, layout, split, provided.loss and provided.vocab_head, target.backend.execution.gathers_in),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
         data=data,
         world_size=world.size,
@@ -209,13 +217,17 @@ def _update(config: TrainConfig) -> Request:
     return Request("adamw", config.precision.params, needs=needs)
 
 
-def _wire(config: TrainConfig, layout: Layout, split: bool, gathers: bool) -> list[tuple[str, str, str]]:
+def _wire(
+    config: TrainConfig, layout: Layout, split: bool, gathers: bool, gathers_in: str
+) -> list[tuple[str, str, str]]:
     """Collectives that the layout issues, with what travels on the wire. ``split``: the loss is that of a split
-    vocabulary; ``gathers``: it is the script's own, for which logits are gathered."""
+    vocabulary; ``gathers``: it is the script's own, for which logits are gathered; ``gathers_in``: see
+    :attr:`accelbridge.backend.Execution.gathers_in`."""
     compute, reduce = config.precision.arithmetic, config.precision.reduce
     wire: dict[tuple[str, str, str], None] = {}
     if layout.dp_shard > 1:
-        wire["all_gather", compute, ""] = None
+        gathered = compute if gathers_in == "compute" else config.precision.params
+        wire["all_gather", gathered, ""] = None
         wire["reduce_scatter", reduce, "sum"] = None
     if layout.dp_replicate > 1:
         wire["all_reduce", reduce, "sum"] = None

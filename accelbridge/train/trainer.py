@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from accelbridge.train.loss import Loss, NextTokenLoss, check_loss, evaluate_bat
 from accelbridge.train.loss_scale import LossScale
 from accelbridge.train.metrics import FINISHED_EVENT, PASSED_OVER_EVENT, STOPPED_EVENT, Metrics, RunFacts
 from accelbridge.train.optim import build_optimizer, freeze, learning_rate, materialise_state, set_learning_rate
-from accelbridge.train.prepare import prepare
+from accelbridge.train.prepare import Prepared, prepare
 from accelbridge.train.profile import StepProfiler
 from accelbridge.train.progress import make_progress
 from accelbridge.train.provided import packed, provided
@@ -62,6 +62,7 @@ from accelbridge.train.restart import restart_of
 from accelbridge.train.resume import CHECKPOINTS, Resume, check_unchanged
 from accelbridge.train.resuming import absent_entries, clear_the_way, settle, tell
 from accelbridge.train.rounds import meet
+from accelbridge.train.run_plan import Provided
 from accelbridge.train.step_times import StepTimes
 from accelbridge.train.stop import Asked, Requests, seconds_left
 from accelbridge.train.world import apply_environment, connect, world_from_environment
@@ -126,12 +127,8 @@ class Trainer:
             check_samples(validation, "validation")
         if loss is not None:
             check_loss(loss)
-        self.prepared = prepare(
-            self.config,
-            world_from_environment(),
-            backend=backend,
-            resume=resume,
-            provided=provided(self.config, model, {"train": data, "validation": validation}, loss),
+        self.prepared = self._prepare(
+            backend, resume, provided(self.config, model, {"train": data, "validation": validation}, loss)
         )
         self.plan = self.prepared.plan
         self.step = self.prepared.start_step
@@ -156,6 +153,9 @@ class Trainer:
         """Whether parameters are being changed: from an update's beginning until its step is counted."""
         self.failed_at: float | None = None
         """Unix time of the error that ended the run: before closing, which makes the other ranks fail as well."""
+
+    def _prepare(self, backend: str | None, resume: str | Path, provided: Provided) -> Prepared:
+        return prepare(self.config, world_from_environment(), backend=backend, resume=resume, provided=provided)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -217,12 +217,11 @@ class Trainer:
         self.times.lap("optimizer")
         return self.guards.keep(self.step + 1, gradients, values)
 
-    def accumulate(self, microbatches: list[dict[str, Tensor]], captured: bool = True) -> tuple[Tensor, Tensor]:
+    def accumulate(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Forward and backward passes of a step, which add gradients up. Returns this replica's share of the mean loss
-        and the number of targets of the whole step, both on the device. ``captured`` False: not as a graph, in which no
-        hook of a module runs."""
+        and the number of targets of the whole step, both on the device."""
         execution, model = self.execution, self.model
-        passes = self._captured if captured and self._captured is not None else self._passes
+        passes = self._captured or self._passes
         batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
@@ -246,6 +245,15 @@ class Trainer:
             self.times.lap("forward")
             (loss if scale is None else loss * scale.scale).backward()
         return loss.detach()
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Passes run op by op inside, whatever ``train.capture`` says: in a graph no hook of a module runs."""
+        captured, self._captured = self._captured, None
+        try:
+            yield
+        finally:
+            self._captured = captured
 
     def _update(self, rate: float, loss: Tensor) -> dict[str, Any]:
         """Clip the gradients, update and clear them, unless a guard masks the update; what the metrics say of it."""
@@ -345,18 +353,7 @@ class Trainer:
             )
         self._agree_and_start()
         self._show_plan()
-        self._build()
-        self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
-        if config.precision.compute == "float16":
-            self._loss_scale = LossScale(config.precision.loss_scale, self.execution.device)
-        if config.train.capture:
-            self._captured = self.execution.capture(self.model, self._passes)
-        self.guards = Guards(
-            config.guards,
-            self.execution.device,
-            scaled=self._loss_scale is not None,
-            interval=config.metrics.interval,
-        )
+        self._assemble()
         self._fp8_guard = Fp8Guard(self.fp8) if self.fp8 is not None else None
         self._open_checkpoints()
         coordinates = self.execution.data_coordinates
@@ -372,6 +369,22 @@ class Trainer:
         )
         self._open_metrics()
         self._ready = True
+
+    def _assemble(self) -> None:
+        """Everything that a step works with: model, loss, optimizer, guards."""
+        config = self.config
+        self._build()
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.load("adamw"))
+        if config.precision.compute == "float16":
+            self._loss_scale = LossScale(config.precision.loss_scale, self.execution.device)
+        if config.train.capture:
+            self._captured = self.execution.capture(self.model, self._passes)
+        self.guards = Guards(
+            config.guards,
+            self.execution.device,
+            scaled=self._loss_scale is not None,
+            interval=config.metrics.interval,
+        )
 
     def _agree_and_start(self) -> None:
         prepared, parallel = self.prepared, self.config.parallel
@@ -411,7 +424,7 @@ class Trainer:
             model.register_forward_hook(unpack_logits)
         elif self.prepared.layout.tp > 1:
             model.register_forward_hook(gather_split)
-        self.loss: Loss = self._loss or NextTokenLoss(model)
+        self.loss: Loss = self._loss or NextTokenLoss(model, config.memory.chunked_loss)
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
             check_equal(model, self.execution.control_group)

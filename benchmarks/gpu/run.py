@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/gpu/run.py                     an accelerator; results go to benchmarks/results
     .venv/bin/python benchmarks/gpu/run.py --quick             less of it, under 4 minutes
+    .venv/bin/python benchmarks/gpu/run.py --sections kernels  every family of kernels beside its floor
     .venv/bin/python benchmarks/gpu/run.py --tiny --out DIR    in miniature, also on a host processor: no speeds
 
 One device of whatever backend is chosen as everywhere (--backend, ACCELBRIDGE_BACKEND, the accelerator that is there).
@@ -41,6 +42,8 @@ from accelbridge.train.prepare import Target, choose_target  # noqa: E402
 
 SECTIONS = tuple(FULL.budgets)
 """In the order in which they run: modules of this folder."""
+ASKED = ("kernels",)
+"""Of them, those that run only where they are asked for: they would take the time of the others."""
 LEAST_S = 5.0
 """A section is not started with less."""
 END_S = 10.0
@@ -270,7 +273,8 @@ def _options() -> argparse.Namespace:
     size.add_argument("--quick", dest="size", action="store_const", const=QUICK.name, help="fewer sizes")
     size.add_argument("--tiny", dest="size", action="store_const", const=TINY.name, help="miniatures, for a host, too")
     parser.add_argument("--backend", help="by name; default: as 'accelbridge train' chooses")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="some of them, with commas")
+    default = ",".join(name for name in SECTIONS if name not in ASKED)
+    parser.add_argument("--sections", default=default, help=f"some of them, with commas; besides, {', '.join(ASKED)}")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results", help="folder for the results")
     parser.set_defaults(size=FULL.name)
     options = parser.parse_args()

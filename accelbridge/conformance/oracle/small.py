@@ -65,6 +65,11 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, ignore_index: int = -100
     return (log_sums - logits.gather(1, targets.unsqueeze(1)).squeeze(1)).sum()
 
 
+def linear_cross_entropy(x_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, ignore_index: int = -100) -> Tensor:
+    """:func:`cross_entropy` of ``x @ weight.T``, whose logits small integers make exact in every dtype."""
+    return cross_entropy(x_NM.double() @ weight_VM.double().T, targets_N, ignore_index)
+
+
 def adamw_first_step(p: Tensor, g: Tensor, lr: float, decay: float, eps: float) -> Tensor:
     """The parameter after one step from zero moments: bias correction makes them g and g^2 (arXiv:1711.05101, alg. 2,
     decay scaled by the rate as torch does)."""

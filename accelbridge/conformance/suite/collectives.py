@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge.backend import World
-from accelbridge.conformance.bench import TYPED, Bench, NotSupported, is_unsupported
+from accelbridge.conformance.bench import TYPED, Bench, is_unsupported
 from accelbridge.conformance.oracle import collectives as oracle
 from accelbridge.conformance.registry import case
 from accelbridge.conformance.suite import collectives_spmd as spmd
@@ -602,8 +602,7 @@ def _right_or_refused(
 def deterministic(t: Bench) -> None:
     """Where the backend declares itself deterministic: all_reduce and reduce_scatter of the same data give the same
     bits 50 times over, and all_reduce gives them on every rank."""
-    if not t.capabilities.deterministic:
-        raise NotSupported(t.capabilities.deterministic.reason)
+    t.needs(t.capabilities.deterministic, "determinism")
     n, size = t.world.size, 3000
     parts = [t.wide(size, name=f"rank{r}") for r in range(n)]
     reduced, scattered = [], []

@@ -539,8 +539,7 @@ def _right_or_refused(t: Bench, name: str, needed: bool, call: Callable[[], Tens
 def deterministic(t: Bench) -> None:
     """Where the backend declares itself deterministic: sums of the same rows, whole and cut up as gradients are, have
     the same bits in 50 steps."""
-    if not t.capabilities.deterministic:
-        raise NotSupported(t.capabilities.deterministic.reason)
+    t.needs(t.capabilities.deterministic, "determinism")
     with mesh(t) as on:
         rows, found = t.wide(on.size, 3000, name="rows"), []
         model = on.model(torch.ones(3000))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelbridge.backend import Request
-from accelbridge.conformance.bench import Bench, NotSupported
+from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import matmul as oracle
 from accelbridge.conformance.registry import case
 from accelbridge.errors import AccelbridgeError
@@ -436,8 +436,7 @@ def repeats(t: Bench) -> None:
     64 x 4096 x 48: few output tiles and a long K, which is where kernels split K. Implementations that say that they
     are not deterministic are left out, and the plan says so too.
     """
-    if not t.capabilities.deterministic:
-        raise NotSupported(t.capabilities.deterministic.reason)
+    t.needs(t.capabilities.deterministic, "determinism")
     loose = {c.name for c in t.backend.implementations() if c.op == "linear" and not c.deterministic}
     for dtype in (BF16, F32):
         a, b = t.normal(64, 4096, name="a", dtype=dtype), t.normal(4096, 48, name="b", dtype=dtype)

@@ -250,9 +250,10 @@ MiB each."""
 
 
 def run_out(t: Bench, name: str) -> None:
-    """Ask for too much in three ways; each is told as memory that ran out, and nothing is left behind."""
+    """Ask for too much in three ways, and for one number of it, without which a lazy device would do nothing; each is
+    told as memory that ran out, and nothing is left behind."""
     device = t.backend.device
-    asked: dict[str, Callable[[], object]] = {
+    asked: dict[str, Callable[[], Tensor]] = {
         "allocation": lambda: torch.empty(2**48, dtype=torch.float32, device=t.device),
         "product": lambda: t.backend.matmul.matmul(
             torch.ones(_SIDE, 1, device=t.device), torch.ones(1, _SIDE, device=t.device)
@@ -262,7 +263,10 @@ def run_out(t: Bench, name: str) -> None:
     for what, call in asked.items():
         outcome = "nothing was raised"
         try:
-            call()
+            made = call()
+            device.synchronize()
+            t.fetch(made.flatten()[:1])
+            del made
         except Exception as error:  # which error it is, is the vendor's; what it means, the backend says
             told = device.is_out_of_memory(error)
             outcome = "out of memory" if told else f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelbridge import Trainer
-from accelbridge.conformance.bench import Bench, NotSupported
+from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import data, transformer
 from accelbridge.conformance.oracle import training as oracle
 from accelbridge.conformance.registry import case
@@ -513,8 +513,7 @@ def transformer_in_envelope(t: Bench) -> None:
 @case("TRN-015", "train", worlds=(2,), group=False)
 def recomputation(t: Bench) -> None:
     """Recomputing activations, all or the cheap ones, changes no bit of three steps of a decoder with dropout."""
-    if not t.capabilities.recompute:
-        raise NotSupported(f"recomputation: {t.capabilities.recompute.reason}")
+    t.needs(t.capabilities.recompute, "recomputation")
     tokens = t.integers(BATCH * 3, 9, low=0, high=10, name="tokens", dtype=torch.int64)
     rows = Rows(tokens=tokens[:, :-1], targets=tokens[:, 1:])
     model = {"vocab_size": 11, "dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "dropout": 0.2}

@@ -1,4 +1,4 @@
-"""Attention candidates on NVIDIA GPUs, in torch's own order.
+"""Attention candidates on NVIDIA GPUs, in torch's own order; then our own kernel, for what none of those does.
 
 Source of what each takes: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of pytorch/pytorch, read 2026-11-30,
 and torch/nn/attention/_fa3.py and _fa4.py (2.13).
@@ -11,10 +11,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from accelbridge.backend import Implementation, Request, Support, unsupported
+from accelbridge.kernels import available
+from accelbridge.kernels.flash_candidate import flash_attention
 from accelbridge.portable.known_bad import at_least, refusal, version_in
 from accelbridge.portable.sdpa import Kernel, candidate
 from accelbridge_cuda.facts import ARCHITECTURES
 from accelbridge_cuda.rules import RULES
+from accelbridge_cuda.tiles import lacking, tiles
 
 _HALF = ("bfloat16", "float16")
 
@@ -56,7 +59,7 @@ _SINCE = {"fa3": "2.11", "fa4": "2.10"}
 
 def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Implementation]:
     """Candidates for ``attention`` on this architecture, best first. Versions that only a process with the package can
-    tell ("fa3", "fa4") come last: they are taken where they are asked for."""
+    tell ("fa3", "fa4") come after torch's: they are taken where they are asked for."""
     known = ARCHITECTURES.get(architecture)
     first = known is not None and known.cudnn_first and not version_in(software.get("cudnn"), "<=9.15.0")
 
@@ -71,8 +74,10 @@ def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Imple
     cudnn = candidate(CUDNN, against("cudnn", lambda _: _no_cudnn(software)))
     flash = candidate(FLASH, against("flash", lambda request: _flash_backward(architecture, request)))
     efficient = candidate(EFFICIENT, against("efficient"))
-    ours = (cudnn, flash, efficient) if first else (flash, efficient, cudnn)
-    return (*ours, *(_own_flash(name, architecture, software, against(name)) for name in _PACKAGES))
+    by_torch = (cudnn, flash, efficient) if first else (flash, efficient, cudnn)
+    packages = (_own_flash(name, architecture, software, against(name)) for name in _PACKAGES)
+    ours = flash_attention(tiles(architecture), lacking(architecture), available(software), against("triton"))
+    return (*by_torch, *packages, ours)
 
 
 def _no_cudnn(software: Mapping[str, str]) -> Support | None:

@@ -14,6 +14,7 @@ from accelbridge_cuda import facts
 from accelbridge_cuda.options import CudaOptions
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -85,15 +86,23 @@ class CudaBackend(DescribedBackend):
     def fp8_kernels(self) -> Fp8Kernels:
         return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
+    def architecture(self) -> str:
+        return facts.architecture_of(self.here.chip.name)
+
+    def tiles(self) -> Mapping[str, Tile]:
+        from accelbridge_cuda.tiles import tiles
+
+        return tiles(self.architecture())
+
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_cuda.attention import candidates
 
-        return candidates(facts.architecture_of(self.here.chip.name), self.software)
+        return candidates(self.architecture(), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions
 
-        given = facts.outputs(facts.architecture_of(self.here.chip.name), self.software)
+        given = facts.outputs(self.architecture(), self.software)
         # MX scales in tiles 32_4_4: ScaledBlas.cpp, _scaled_mxfp8_mxfp8.
         return Conventions(swizzled=True, outputs=given, public=public)
 

@@ -83,6 +83,14 @@ PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
 16 bits: torchtitan, tools/utils.py, get_peak_flops. fp8 and memory: half of what the specifications of the H100, and of
 the HGX B200 and GB200 NVL72, give with sparsity (seen in listings of them, 2026-11-30)."""
 
+BANDWIDTHS: Mapping[str, int] = {
+    "NVIDIA A100-SXM4-80GB (sm80)": 2039 * GB,
+    "NVIDIA A100-SXM4-40GB (sm80)": 1555 * GB,
+    "NVIDIA H100 80GB HBM3 (sm90)": 3350 * GB,
+    "NVIDIA H200 (sm90)": 4800 * GB,
+}
+"""Bytes per second of the device's memory: NVIDIA's datasheets of the A100, H100 and H200."""
+
 CHIPS: Mapping[str, str] = {
     "a100": "NVIDIA A100-SXM4-80GB (sm80)",
     "a10": "NVIDIA A10 (sm86)",
@@ -139,7 +147,8 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
         lambda _: quantizing,
         lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
     )
-    facts = {**_FACTS, **(known.facts or {})}
+    moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
+    facts = {**_FACTS, **(known.facts or {}), **moved}
     return Capabilities(Chip(chip, peaks, memory), table, facts=facts, capture=FULL)
 
 

@@ -59,7 +59,7 @@ def probe() -> Probe:
 
 
 def libraries(build: TorchBuild | None) -> dict[str, str]:
-    """Versions of cuDNN and NCCL as far as distributions tell them; a torch that brings its own tells none."""
+    """Versions of cuDNN and NCCL as far as distributions tell them (a torch that brings its own tells none)."""
     major = (numbers((build.built_for.get("cuda") if build else None) or "") or (0,))[0]
     found: dict[str, str] = {}
     for name, distribution in LIBRARIES.items():

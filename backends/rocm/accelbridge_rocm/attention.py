@@ -1,4 +1,5 @@
-"""Attention candidates on AMD GPUs, in torch's own order: AOTriton's kernels, then those that have to be asked for.
+"""Attention candidates on AMD GPUs, in torch's own order: AOTriton's kernels, then those that have to be asked for;
+last, for what none of those does, our own kernel.
 
 Source of what each takes: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of pytorch/pytorch, where USE_ROCM is
 defined, read 2026-11-30.
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING
 
 from accelbridge.backend import FULL, Implementation, Mask, Request, Support, unsupported
 from accelbridge.errors import BackendError, Unsupported
+from accelbridge.kernels import available
+from accelbridge.kernels.flash_candidate import flash_attention
 from accelbridge.portable.known_bad import at_least, refusal
 from accelbridge.portable.sdpa import Kernel, candidate
 from accelbridge_rocm.facts import ARCHITECTURES
 from accelbridge_rocm.rules import RULES
+from accelbridge_rocm.tiles import lacking, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +69,7 @@ def candidates(architecture: str, software: Mapping[str, str]) -> Sequence[Imple
         candidate(efficient, against("efficient")),
         candidate(ck, against("ck"), _prefer_ck),
         Implementation("attention", "aiter", lambda request: _aiter_serves(architecture, request), lambda: aiter),
+        flash_attention(tiles(architecture), lacking(architecture), available(software), against("triton")),
     )
 
 

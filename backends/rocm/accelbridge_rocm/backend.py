@@ -13,6 +13,7 @@ from accelbridge_rocm import facts
 from accelbridge_rocm.options import RocmOptions
 
 if TYPE_CHECKING:
+    from accelbridge.kernels.tiles import Tile
     from accelbridge.portable.scaled_mm import Conventions
 
 
@@ -70,10 +71,18 @@ class RocmBackend(DescribedBackend):
     def fp8_kernels(self) -> Fp8Kernels:
         return facts.kernels(facts.architecture_of(self.here.chip.name), self.software)
 
+    def architecture(self) -> str:
+        return facts.architecture_of(self.here.chip.name)
+
+    def tiles(self) -> Mapping[str, Tile]:
+        from accelbridge_rocm.tiles import tiles
+
+        return tiles(self.architecture())
+
     def attention_candidates(self) -> Sequence[Implementation]:
         from accelbridge_rocm.attention import candidates
 
-        return candidates(facts.architecture_of(self.here.chip.name), self.software)
+        return candidates(self.architecture(), self.software)
 
     def conventions(self, public: bool) -> Conventions:
         from accelbridge.portable.scaled_mm import Conventions

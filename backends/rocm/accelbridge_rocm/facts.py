@@ -63,10 +63,26 @@ PRODUCTS: Mapping[str, tuple[Mapping[str, float], int | None]] = {
 """Dense peak FLOP/s by compute precision (torchtitan, tools/utils.py, get_peak_flops; others were not looked up and
 stay unknown), and memory in bytes (rocm.docs.amd.com, as above), of one device."""
 
+BANDWIDTHS: Mapping[str, int] = {
+    "AMD Instinct MI300X (gfx942)": 5300 * GB,
+    "AMD Instinct MI325X (gfx942)": 6000 * GB,
+    "AMD Instinct MI355X (gfx950)": 8000 * GB,
+}
+"""Bytes per second of the device's memory: AMD's data sheets of the products."""
+
 CHIPS: Mapping[str, str] = {re.sub(r".* (MI\d+[AX]?) .*", r"\1", name).lower(): name for name in PRODUCTS}
 
 _USUAL: Mapping[str, str] = {"2.9": "6.4", "2.10": "7.1"}
 """ROCm of the wheel index of pytorch.org by torch; the later ones, of which it was not looked up, are taken for 7.2."""
+_TRITON: Mapping[str, str] = {
+    "2.9": "3.5.1",
+    "2.10": "3.6.0",
+    "2.11": "3.6.0",
+    "2.12": "3.7.0",
+    "2.13": "3.7.1",
+    "2.14": "3.8.0",
+}
+"""Triton by torch: what torch's wheels on PyPI depend on, for which those of pytorch.org's index are taken too."""
 
 _TRITON: Mapping[str, str] = {
     "2.9": "3.5.1",
@@ -110,7 +126,8 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
             lambda a, b, scaling: served(_product(name, a, b, scaling, software), ours.product(scaling)),
         )
     variant = {OCP: "fn", FNUZ: "fnuz", None: "fn fnuz"}[known.family]
-    facts = {**_FACTS, "fp8.variant": variant}
+    moved = {"memory.bandwidth": BANDWIDTHS[chip]} if chip in BANDWIDTHS else {}
+    facts = {**_FACTS, "fp8.variant": variant, **moved}
     return Capabilities(
         Chip(chip, peaks, memory), table, facts=facts, subnormals=known.subnormals, capture=_capture(software)
     )

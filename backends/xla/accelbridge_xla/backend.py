@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -24,17 +24,20 @@ from accelbridge.backend import (
     unsupported,
 )
 from accelbridge_xla import hardware
+from accelbridge_xla.ahead.targets import WORD, parse
 
 OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 MOVES = ("all_gather", "broadcast", "all_to_all")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
-_BFLOAT16 = (
-    "under spmd, XLA sums the gradients of data-parallel devices in the dtype of the product that makes them, so "
-    "precision.reduce float32 would not be kept"
-)
+_FACTS = {"move.zero_sign": "lost", "rng.stream": "by_graph", "reduce.precision.bfloat16": "bfloat16"}
+"""On any chip: the partitioner sends a row as a sum with zeros, a graph draws from a seed of its own, and sums over
+bfloat16 are bfloat16 (torch_xla 2.9.0)."""
 _FLUSHED = {"ftz.float32": "flushed"}
-"""Of XLA's CPU client, where it was measured. (The partitioner sends a row as a sum with zeros on any chip.)"""
+"""Of XLA's CPU client, where it was measured."""
+_DROPOUT = "torch_xla 2.9.0 promotes int32 to 64 bits where a Python number is an operand, so products do not wrap"
+_AVERAGE = Support("emulated", "XLA reduces sums, and the program divides")
+_SPLIT_LOSS = Support("emulated", "cross_entropy, of logits that the partitioner splits over the vocabulary")
 _FLOAT16 = "TPUs have no float16 arithmetic"
 _FLOAT8 = "fp8 products are not built yet"
 
@@ -48,6 +51,7 @@ class XlaBackend(Backend):
     process_group: ClassVar[str] = "none"
     """One process per host, and one host: no torch.distributed group exists."""
     accelerator: ClassVar[bool] = True
+    targets: ClassVar[tuple[str, ...]] = (WORD,)
     chips = {each.name.removeprefix("TPU ").lower(): each.name for each in hardware.GENERATIONS.values()}
 
     versions: ClassVar[tuple[str, ...]] = ("torch", "torch_xla", "libtpu")
@@ -76,11 +80,24 @@ class XlaBackend(Backend):
             table=_table(),
             layout_axes=("dp_replicate", "dp_shard", "tp"),
             recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
+            generators=unsupported("torch_xla has one stream of random numbers, and no torch.Generator of its device"),
             several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
-            facts={"move.zero_sign": "lost", **(_FLUSHED if chip == hardware.VIRTUAL else {})},
+            wrong_references={"dropout": _DROPOUT},
+            facts={
+                "move.zero_sign": "lost",
+                "rng.stream": "by_graph",
+                **(_FLUSHED if chip == hardware.VIRTUAL else {}),
+            },
             subnormals={"float32": "flushed", "bfloat16": "flushed"} if chip == hardware.VIRTUAL else {},
         )
+
+    @classmethod
+    def absent(cls, chip: str, topology: str) -> Probe:
+        target, count = parse(chip, topology)
+        software = {name: found for name in ("torch", "torch_xla") if (found := _version(name))}
+        devices = tuple(DeviceInfo(index, target.chip, target.memory_bytes) for index in range(count))
+        return Probe(True, f"assumed: {count} x {target.chip}, {topology}", devices, software)
 
     @cached_property
     def device(self) -> Device:
@@ -103,7 +120,11 @@ class XlaBackend(Backend):
     def implementations(self) -> Sequence[Implementation]:
         adamw = Implementation("adamw", "on_device", _adamw_supports, lambda: self.execution.adamw)  # type: ignore
         dropout = Implementation("dropout", "int32", lambda _: FULL, _load_dropout)
-        return (*super().implementations(), adamw, dropout)
+        wide = [
+            Implementation(op, "float32_gradients", _in_bfloat16, partial(_load_bfloat16, op))
+            for op in ("linear", "embedding")
+        ]
+        return (*super().implementations(), adamw, dropout, *wide)
 
 
 def _version(distribution: str) -> str | None:
@@ -130,6 +151,16 @@ def _load_dropout() -> Callable[..., Any]:
     return int32_dropout
 
 
+def _in_bfloat16(request: Request) -> Support:
+    return FULL if request.dtype == "bfloat16" else unsupported(f"is for compute in bfloat16, not in {request.dtype}")
+
+
+def _load_bfloat16(op: str) -> Callable[..., Any]:
+    from accelbridge_xla import bfloat16
+
+    return getattr(bfloat16, op)
+
+
 def _adamw_supports(request: Request) -> Support:
     if request.dtype != "float32":
         return unsupported(f"updates float32 parameters, not {request.dtype}")
@@ -138,10 +169,14 @@ def _adamw_supports(request: Request) -> Support:
 
 def _table() -> dict[tuple[str, str, str], Support]:
     """Ops x dtype x variant. Collectives are those that the partitioner puts into the program."""
-    table: dict[tuple[str, str, str], Support] = {(op, "float32", ""): FULL for op in (*OPS, *MOVES)}
-    table |= {(op, "float32", kind): FULL for op in REDUCTIONS for kind in ("sum", "max")}
+    table: dict[tuple[str, str, str], Support] = {}
+    for dtype in ("float32", "bfloat16"):
+        table |= {(op, dtype, ""): FULL for op in (*OPS, *MOVES)}
+        table |= {(op, dtype, kind): FULL for op in REDUCTIONS for kind in ("sum", "min", "max")}
+        table |= {(op, dtype, "avg"): _AVERAGE for op in REDUCTIONS}
+        table |= {("reduce", dtype, "sum"): FULL, ("vocab_parallel_cross_entropy", dtype, ""): _SPLIT_LOSS}
+    table["adamw", "bfloat16", ""] = unsupported("parameters stay float32")
     for op in OPS:
-        table[op, "bfloat16", ""] = unsupported(_BFLOAT16)
         table[op, "float16", ""] = unsupported(_FLOAT16)
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         table["scaled_mm", dtype, ""] = unsupported(_FLOAT8)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from accelbridge.backend import Device, Execution, Gradients, Precision, Support, World, unsupported
+from accelbridge.backend import Compiled, Device, Execution, Gradients, Precision, Support, World
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.portable.evaluation import without_training
+from accelbridge_xla import bfloat16
 from accelbridge_xla.adamw import OnDeviceAdamW
 from accelbridge_xla.hardware import ONE_PROCESS
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
@@ -38,6 +39,7 @@ class XlaExecution(Execution):
     """One process drives all devices of its host; see the module's text for how layouts are realised."""
 
     model: ClassVar[str] = "spmd"
+    gathers_in: ClassVar[str] = "params"
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -101,8 +103,11 @@ class XlaExecution(Execution):
         initialise: Initialise,
         finish: Finish | None = None,
     ) -> nn.Module:
-        if {precision.compute, precision.reduce, precision.params} != {"float32"}:
-            raise NotSupportedYet(f"{precision} asked; the XLA backend computes in float32; set precision to it")
+        if precision.compute not in ("float32", "bfloat16") or {precision.reduce, precision.params} != {"float32"}:
+            raise NotSupportedYet(
+                f"{precision} asked; the XLA backend computes in float32 or bfloat16, and keeps and reduces in "
+                "float32; set precision to those"
+            )
         if buffer := next((name for name, b in model.named_buffers() if b.is_meta), None):
             raise ConfigError(
                 f"a model with buffer {buffer} on the meta device; buffers have no rule to be filled; "
@@ -117,7 +122,9 @@ class XlaExecution(Execution):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = self._move(buffer, (None,) * buffer.dim())
-        for module in model.modules():
+        for name, module in model.named_modules():
+            if precision.compute == "bfloat16" and module._parameters:
+                module.register_forward_hook(bfloat16.watch(name))
             read_gathered(module, self._places, self._started)
         if self._layout.tp > 1:
             constrain_activations(model, spec, self._started, self._layout.sequence_parallel)
@@ -220,8 +227,12 @@ class XlaExecution(Execution):
 
     # ---- ahead of time
 
-    def compile_ahead(self, target: str, step: Callable[..., Any]) -> Support:
-        return unsupported(f"compiling for an absent {target} is not built yet")
+    def compile_ahead(
+        self, target: str, step: Callable[[Execution], None], seconds: float = 600.0
+    ) -> Compiled | Support:
+        from accelbridge_xla.ahead.compiling import compile_ahead
+
+        return compile_ahead(target, step, seconds)
 
 
 def _live(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def _product(target: str, tile: str, a: str, b: str, what: str, constants: dict[
         along = constants.get(f"{name[0].upper()}_SHARED", 1) == 1
         constants[f"{name}_row" if along else f"{name}_step"] = 1
         strides[f"{name}_step" if along else f"{name}_row"] = "i32:16"
-    label = f"{a[6:]} x {b[6:]}" + (f", {what}" if what else "")
+    label = f"{a[7:]} x {b[7:]}" + (f", {what}" if what else "")
     kernel = "scaled_mm_mx_kernel" if tile == "mx" else "scaled_mm_kernel"
     types = {**operands, "out": "*bf16", **SCALES, **SCALARS, **strides}
     return Case(f"scaled_mm.{tile}", f"{PRODUCTS}:{kernel}", types, constants, label, "mx" if tile == "mx" else "fp8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelbridge.kernels.tiles import Tile
-from accelbridge_cuda.tiles import flash, fp8
+from accelbridge_cuda.tiles import flash, fp8, layers
 
 SHARED_BYTES: Mapping[str, int] = {
     "sm80": 163 * 1024,
@@ -22,7 +22,7 @@ SHARED_BYTES: Mapping[str, int] = {
 }
 """What one program may share: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
 
-FAMILIES = (fp8, flash)
+FAMILIES = (fp8, flash, layers)
 
 
 def tiles(architecture: str) -> Mapping[str, Tile]:

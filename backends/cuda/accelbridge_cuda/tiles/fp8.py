@@ -32,9 +32,9 @@ _PRODUCTS: Mapping[str, Mapping[str, Tile]] = {
         "scaled_mm.mx": Tile({**_MM, "DESCRIPTORS": 1}, warps=8, stages=3),
     },
     "sm120": {
-        "scaled_mm.whole": Tile({**_MM, "DESCRIPTORS": 1, "PROMOTE": 1}, warps=8, stages=2),
-        "scaled_mm.blocks": Tile({**_MM, "DESCRIPTORS": 1, "PROMOTE": 1}, warps=8, stages=2),
-        "scaled_mm.mx": Tile({**_MM, "DESCRIPTORS": 1}, warps=8, stages=2),
+        "scaled_mm.whole": Tile({**_MM, "DESCRIPTORS": 1, "PROMOTE": 1}, warps=8, stages=3),
+        "scaled_mm.blocks": Tile({**_MM, "DESCRIPTORS": 1, "PROMOTE": 1}, warps=8, stages=3),
+        "scaled_mm.mx": Tile({**_MM, "DESCRIPTORS": 1}, warps=8, stages=3),
     },
 }
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelbridge.kernels.tiles import Tile
-from accelbridge_rocm.tiles import flash, fp8
+from accelbridge_rocm.tiles import flash, fp8, layers
 
 SHARED_BYTES: Mapping[str, int] = {"gfx90a": 64 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 """Local data share of a compute unit: rocm.docs.amd.com, "Accelerator and GPU hardware specifications"."""
 
-FAMILIES = (fp8, flash)
+FAMILIES = (fp8, flash, layers)
 
 
 def tiles(architecture: str) -> Mapping[str, Tile]:
