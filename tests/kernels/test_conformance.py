@@ -1,6 +1,6 @@
-"""The conformance suite over a backend of interpreted kernels: quantization, scaled products, and what a plan makes of
-them. (Attention's cases alone are in test_flash_conformance.py.) Its evidence is "simulated", and says "interpreted"
-wherever a cell is named; no chip and no compiler has part in it."""
+"""The conformance suite over a backend of interpreted kernels: quantization, scaled products, and each op that a plan
+may bind to one. (Attention's cases alone are in test_flash_conformance.py.) Its evidence is "simulated", and says
+"interpreted" wherever a cell is named; no chip and no compiler has part in it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from accelbridge.conformance.runner import run_cases
 from accelbridge.conformance.status import Status
 from tests.kernels.backend import NAME, InterpretedBackend, site
 
-IDS = [id for id, case in sorted(cases().items()) if id.startswith(("F8-", "CST-", "MM-")) and case.worlds == (1,)]
-QUICK = ("CST-007", "CST-008", "F8-003", "F8-005", "F8-007", "F8-008", "F8-010", "F8-011", "F8-012")
+FAMILIES = ("F8-", "CST-", "MM-", "INF-007", "INF-008", "INF-009", "INF-010")
+IDS = [id for id, case in sorted(cases().items()) if id.startswith(FAMILIES) and case.worlds == (1,)]
+QUICK = ("CST-007", "CST-008", "F8-005", "F8-007", "F8-008", "F8-010", "F8-011", "F8-012", "INF-008")
 """The others take the interpreter more than some seconds each."""
 RUN = ("ATT-003", "ATT-005", "F8-003", "F8-011", "INF-003", "INF-008")
 """By the suite's own runner, in processes of their own."""
