@@ -85,10 +85,10 @@ def test_a_captured_run_is_bitwise_the_other(run: str, fitted: tuple[Path, dict[
     folder, found = fitted
     microbatches = STEPS * (8 // RUNS[run][0])
     assert found[run] == (2, microbatches - 1)  # as always, while recording, and never again
-    outputs = (folder / run, folder / f"{run}, captured")
-    plain, captured = map(said, outputs)
-    assert plain == captured
-    same_bits(*(output / "checkpoints" / f"step_{STEPS}" for output in outputs))
+    plain, captured = folder / run, folder / f"{run}, captured"
+    assert said(plain) == said(captured)
+    last = Path("checkpoints", f"step_{STEPS}")
+    same_bits(plain / last, captured / last)
 
 
 class Poisoned(nn.Module):

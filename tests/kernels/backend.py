@@ -27,6 +27,7 @@ from accelbridge.backend import (
 from accelbridge.cpu.backend import CpuBackend
 from accelbridge.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from accelbridge.kernels import available
+from accelbridge.kernels.candidates import layers
 from accelbridge.kernels.flash_candidate import BLOCKS_D, KERNELS, flash_attention, variant
 from accelbridge.kernels.fp8_cells import Fp8Kernels, served
 from accelbridge.kernels.installed import triton_software
@@ -60,11 +61,21 @@ FLASH_TILES: Mapping[str, Tile] = {
     "flash_delta": Tile({"QUERIES": 64}),
     "document_spans": Tile({"CHUNK": 64}),
 }
+_WIDTHS = tuple(2**power for power in range(7, 15))
+LAYER_TILES: Mapping[str, Tile] = {
+    "softmax_parts": Tile({"BLOCK": 1024}),
+    "softmax_gradient": Tile({"BLOCK": 1024}),
+    "swiglu_forward": Tile({"BLOCK": 1024}),
+    "swiglu_backward": Tile({"BLOCK": 1024}),
+    **{f"rope.{width}": Tile({"HEADS": 4, "BLOCK": width}) for width in (16, 32, 64, 128, 256)},
+    **{f"rms_norm_forward.{width}": Tile({"ROWS": 8, "BLOCK": width}) for width in _WIDTHS},
+    **{f"rms_norm_backward.{width}": Tile({"ROWS": 8, "BLOCK": width, "PROGRAMS": 3}) for width in _WIDTHS},
+}
 """Few large tiles: an interpreter's time goes by their number."""
 
 
 class InterpretedBackend(CpuBackend):
-    """The CPU backend, whose attention, quantization and scaled products are interpreted kernels."""
+    """The CPU backend, whose attention, layers, losses, quantization and scaled products are interpreted kernels."""
 
     name: ClassVar[str] = NAME
     accelerator: ClassVar[bool] = True
@@ -104,8 +115,15 @@ class InterpretedBackend(CpuBackend):
         from accelbridge.portable.fp8_cells import cells
         from accelbridge.portable.scaled_mm import Conventions, TorchScaledMm
 
-        # The library has nothing: what a kernel does not serve is emulated.
-        return TorchScaledMm(self.name, cells(), Conventions(swizzled=False), _kernels(self._software))
+        # The library has nothing, and what is beyond a kernel's limits is refused, as the capabilities say.
+        kernels = _kernels(self._software)
+        table = {
+            (op, dtype, scaling): replace(cell, limits=kernels.product(general(scaling)).limits)
+            if op == "scaled_mm"
+            else cell
+            for (op, dtype, scaling), cell in cells().items()
+        }
+        return TorchScaledMm(self.name, table, Conventions(swizzled=False), kernels)
 
     @cached_property
     def attention(self) -> Attention:
@@ -114,7 +132,7 @@ class InterpretedBackend(CpuBackend):
         return SdpaAttention([flash_attention(FLASH_TILES, {}, available(self._software), lambda _: None)])
 
     def implementations(self) -> Sequence[Implementation]:
-        return (*self._products(), *super().implementations())
+        return (*self._products(), *layers(NAME, LAYER_TILES, self._software), *super().implementations())
 
     def _products(self) -> Sequence[Implementation]:
         kernels = _kernels(self._software)
