@@ -23,7 +23,12 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for processes that open chips; we open none
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 SIZES = {
     "arguments": "argument_size_in_bytes",
     "outputs": "output_size_in_bytes",

@@ -34,7 +34,8 @@ _INSTALL = (
     f"then set {COMPILER} to its python"
 )
 _NO_TORCH_XLA = (
-    "recording a step takes torch_xla, which is not installed here; run in the environment of 'make test-xla'"
+    "recording a step takes torch_xla, which is not installed here; 'make .venv-xla/installed' makes an environment "
+    "with it: run .venv-xla/bin/accelbridge"
 )
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.ASCII)
 _TEMPORARIES = re.compile(

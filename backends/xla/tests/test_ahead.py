@@ -1,0 +1,345 @@
+"""Steps compiled for TPUs that are not here: targets and HLO are read without any SDK, the rest takes torch_xla and an
+environment with libtpu's compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accelbridge.backend import CompileTimeout, Traffic
+from accelbridge.errors import BackendError, ConfigError
+from accelbridge_xla.ahead import compiling
+from accelbridge_xla.ahead.targets import parse
+from accelbridge_xla.ahead.traffic import traffic
+from accelbridge_xla.backend import XlaBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+import environment
+
+COMPILER = os.environ.get(compiling.COMPILER, "")
+needs_compiler = pytest.mark.skipif(
+    find_spec("torch_xla") is None or not (COMPILER or find_spec("libtpu")),
+    reason=f"recording takes torch_xla, and compiling {compiling.COMPILER}; make test-xla makes both environments",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize(
+    ("chip", "topology", "count"),
+    [("v5e", "4x4", 16), ("V6E", "16x16", 256), ("v5p", "4x4x4", 64), ("v5p", "2x2x1", 4)],
+)
+def test_a_topology_is_so_many_chips(chip: str, topology: str, count: int) -> None:
+    target, found = parse(chip, topology)
+    assert found == count
+    probe = XlaBackend.absent(chip, topology)
+    assert [device.chip for device in probe.devices] == [target.chip] * count
+    assert {device.memory_bytes for device in probe.devices} == {target.memory_bytes}
+
+
+@pytest.mark.parametrize(
+    ("chip", "topology", "reason"),
+    [
+        ("v5", "4x4", 'chip "v5" is not one of v5e, v5p, v6e; did you mean'),
+        ("v5p", "4x4", "slices of 3 dimensions"),
+        ("v6e", "4x4x4", "slices of 2 dimensions"),
+        ("v6e", "4x", 'and "4x" is not one; write it like 4x4'),
+        ("v6e", "0x4", '"0x4" is not one'),
+        ("v6e", "32x16", "512 chips; the largest slice of TPU v6e has 256"),
+    ],
+)
+def test_targets_that_there_are_not(chip: str, topology: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse(chip, topology)
+
+
+# ------------------------------------------------------------------------------------------------------------ HLO
+
+PROGRAM = """
+HloModule step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%start.1 (p: f32[8,16]) -> f32[32,16] {
+  %p = f32[8,16]{1,0:T(8,128)} parameter(0)
+  ROOT %ag.1 = f32[32,16]{1,0:T(8,128)S(1)} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+%middle.1 (p.1: f32[8,16]) -> f32[32,16] {
+  %p.1 = f32[8,16]{1,0} parameter(0)
+  ROOT %ag.2 = f32[32,16]{1,0} all-gather(%p.1), channel_id=7, dimensions={0}
+}
+
+%all-reduce-scatter.1 (p.2: f32[32,16]) -> f32[8,16] {
+  %p.2 = f32[32,16]{1,0} parameter(0)
+  %ar.1 = f32[32,16]{1,0} all-reduce(%p.2), channel_id=1, to_apply=%add
+  ROOT %part = f32[8,16]{1,0} dynamic-slice(%ar.1), dynamic_slice_sizes={8,16}
+}
+
+%body (state: (s32[], bf16[4,128])) -> (s32[], bf16[4,128]) {
+  %state = (s32[], bf16[4,128]{1,0}) parameter(0)
+  %block = bf16[4,128]{1,0} get-tuple-element(%state), index=1
+  %cp = (bf16[4,128]{1,0}, bf16[4,128]{1,0}, u32[], u32[]) collective-permute-start(%block), channel_id=3
+  %cpd = bf16[4,128]{1,0} collective-permute-done(%cp)
+  ROOT %next = (s32[], bf16[4,128]{1,0}) tuple(%state, %cpd)
+}
+
+%condition (state.1: (s32[], bf16[4,128])) -> pred[] {
+  %state.1 = (s32[], bf16[4,128]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8,16], b: f32[32,16]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  %s = f32[32,16]{1,0} fusion(%a), kind=kCustom, calls=%start.1
+  %m = f32[32,16]{1,0} fusion(%a), kind=kOutput, calls=%middle.1
+  %loss = f32[] all-reduce(%x), channel_id=5, to_apply=%add
+  %norm = f32[] all-reduce(%x), channel_id=6, to_apply=%add
+  %loop = (s32[], bf16[4,128]{1,0}) while(%t), condition=%condition, body=%body, backend_config={TRIPS}
+  ROOT %out = f32[8,16]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_collectives_are_counted_once_and_loops_as_often_as_they_run() -> None:
+    found, notes = traffic(PROGRAM.replace("{TRIPS}", '{"known_trip_count":{"n":"3"}}'))
+    assert found == (
+        Traffic("all_gather", 1, 32 * 16 * 4),  # one channel in two fusions
+        Traffic("all_reduce", 2, 8),
+        Traffic("reduce_scatter", 1, 32 * 16 * 4),
+        Traffic("permute", 3, 3 * 4 * 128 * 2),  # the largest part of what -start returns, not the sum
+    )
+    assert notes == ()
+
+
+def test_a_loop_of_unknown_length_is_said() -> None:
+    found, notes = traffic(PROGRAM.replace("{TRIPS}", "{}"))
+    assert Traffic("permute", 1, 4 * 128 * 2) in found
+    assert notes == ("1 loops of unknown length: what is in them counts once",)
+
+
+def test_a_program_of_one_device_has_none() -> None:
+    assert traffic("ENTRY %main (a: f32[2]) -> f32[2] {\n  ROOT %b = f32[2]{0} tanh(%a)\n}") == ((), ())
+
+
+# ---------------------------------------------------------------------------------------------- what the compiler says
+
+
+def fake_program() -> dict[str, Any]:
+    weight = {
+        "kind": "parameters",
+        "shape": [6, 4],
+        "itemsize": 4,
+        "sharding": "{devices=[4,1]0,1,2,3}",
+        "parameter": 0,
+    }
+    step = {"kind": "optimizer", "shape": [], "itemsize": 4, "sharding": "{replicated}", "parameter": 1}
+    return {"inputs": [weight, step], "outputs": [], "seconds": 1.0, "host_bytes": 10}
+
+
+def report(folder: Path, **found: Any) -> Any:
+    (folder / "program.json").write_text(json.dumps(fake_program()))
+    (folder / "compiled.json").write_text(
+        json.dumps({"jax": "0", "libtpu": "0", "seconds": 2.0, "host_bytes": 5, **found})
+    )
+    return compiling._report(folder, parse("v6e", "2x2")[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("message", "total"),
+    [
+        (
+            "total memory required for HLO temporaries (238.50G) exceeds available HBM (31.25G).",
+            int(238.5 * 2**30) + 36,
+        ),
+        ("... Used 40.00G of 31.25G hbm. Exceeded hbm capacity by 8.75G.", 40 * 2**30),
+    ],
+)
+def test_a_step_too_large_is_a_finding(tmp_path: Path, message: str, total: int) -> None:
+    found = report(tmp_path, error=f"RESOURCE_EXHAUSTED: Ran out of memory on HBM, the {message}")
+    assert not found.fits
+    assert found.memory["total"] == total
+    assert found.memory["parameters"] == 2 * 4 * 4  # 6 rows over 4 devices: 2 each, the last padded
+    assert found.capacity == int(31.25 * 2**30)
+    assert found.flops is None
+
+
+def test_another_refusal_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="compiling the step failed: INTERNAL: Mosaic"):
+        report(tmp_path, error="INTERNAL: Mosaic failed\nmore")
+
+
+def test_sizes_add_up_and_padding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "optimised.hlo").write_text("")
+    stats = {"arguments": 1000, "outputs": 900, "aliased": 880, "temporaries": 50, "code": 7}
+    memory = report(tmp_path, memory=stats, cost={"flops": 3.0}).memory
+    assert memory == {
+        "parameters": 32, "optimizer": 4, "padding of arguments": 964, "temporaries": 50, "results": 20, "code": 7,
+        "total": 1077,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- children
+
+
+def test_a_child_that_takes_too_long_is_ended_with_its_own_children(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); "
+        "open(sys.argv[1], 'w').write(str(p.pid)); p.wait()"
+    )
+    until = time.monotonic() + 5.0
+    with pytest.raises(CompileTimeout, match="thinking did not finish within the limit"):
+        compiling._run("thinking", [sys.executable, "-c", code, str(tmp_path / "pid")], {}, until)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5.0
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_child_that_fails_says_its_last_words() -> None:
+    with pytest.raises(BackendError, match=r"thinking failed: .* ended with 1: ValueError: no idea"):
+        compiling._run("thinking", [sys.executable, "-c", "raise ValueError('no idea')"], {}, time.monotonic() + 60)
+
+
+def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(compiling.COMPILER, str(tmp_path / "python"))
+    with pytest.raises(BackendError, match=r"there is no such program; 'make \.venv-tpu/installed' makes"):
+        compiling.compiler()
+    monkeypatch.delenv(compiling.COMPILER)
+    if find_spec("jax") is None:
+        refused = compiling.compiler()
+        assert "the compiler for TPUs is not installed here (jax" in refused.reason  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_no_torch_xla_says_where_it_is() -> None:
+    refused = compiling.compile_ahead("tpu:v6e:4x4", lambda _: None, 1.0)
+    assert "'make .venv-xla/installed' makes an environment" in refused.reason  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------------------ the real thing
+
+
+def recipe(folder: Path) -> Path:
+    path = folder / "small.yaml"
+    sizes = {"vocab_size": 256, "dim": 128, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 256}
+    sections = {
+        "model": sizes,
+        "parallel": {"tp": 2},
+        "train": {"global_batch_size": 4, "microbatch_size": 1, "seq_len": 32, "steps": 10},
+        "optimizer": {"warmup_steps": 1},
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def estimate(folder: Path, target: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ("-m", "accelbridge", "estimate", str(recipe(folder)), "--compile-for", target, "--json", *options)
+    env = environment.environment(folder / "site")
+    return subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=1200, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = estimate(tmp_path_factory.mktemp("ahead"), "tpu:v6e:2x2", "--seconds", "1000", "--layers", "whole")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@needs_compiler
+def test_the_step_is_compiled_for_the_target(found: dict[str, Any]) -> None:
+    compiled = found["compiled"]
+    assert (compiled["evidence"], compiled["target"]) == ("compiled for, not run", "tpu:v6e:2x2")
+    assert (compiled["chip"], compiled["devices"], compiled["fits"]) == ("TPU v6e", 4, True)
+    assert found["recipe"]["layout"]["dp_shard"] == found["recipe"]["layout"]["tp"] == 2
+    assert compiled["software"].keys() >= {"torch", "torch_xla", "jax", "libtpu"}
+
+
+@needs_compiler
+def test_arguments_are_the_parts_that_the_layout_gives_a_device(found: dict[str, Any]) -> None:
+    memory, shapes = found["compiled"]["memory"], found["arithmetic"]["memory"]
+    assert memory["parameters"] == shapes["parameters"]
+    counts = 4 * 11  # AdamW's count of updates, one per parameter
+    assert memory["optimizer"] == shapes["optimizer"] + counts
+    assert memory["total"] == sum(size for kind, size in memory.items() if kind != "total")
+
+
+@needs_compiler
+def test_parameters_and_state_are_donated(found: dict[str, Any]) -> None:
+    memory = found["compiled"]["memory"]
+    assert memory["results"] < (memory["parameters"] + memory["optimizer"]) / 10  # else all of them again
+
+
+@needs_compiler
+def test_flops_are_those_of_the_model(found: dict[str, Any]) -> None:
+    assert found["compiled"]["flops"] == pytest.approx(found["arithmetic"]["flops"], rel=0.15)
+
+
+@needs_compiler
+def test_the_layouts_collectives_are_in_the_program(found: dict[str, Any]) -> None:
+    collectives = {each["op"]: each for each in found["compiled"]["collectives"]}
+    assert {"all_gather", "all_reduce"} <= collectives.keys()
+    assert all(each["count"] > 0 and each["bytes"] > 0 for each in collectives.values())
+    gathered = 2 * found["arithmetic"]["memory"]["parameters"]  # over dp_shard 2
+    assert collectives["all_gather"]["bytes"] > gathered / 2
+
+
+@needs_compiler
+def test_a_slice_that_hosts_cannot_form_is_refused_at_once(tmp_path: Path) -> None:
+    sizes = ("--set", "parallel.tp=1", "--set", "train.global_batch_size=27")
+    done = estimate(tmp_path, "tpu:v5p:3x3x3", *sizes)
+    assert done.returncode == 2
+    assert "libtpu refuses:" in done.stderr
+    assert "choose another topology" in done.stderr
+
+
+@needs_compiler
+def test_a_limit_ends_it(tmp_path: Path) -> None:
+    done = estimate(tmp_path, "tpu:v6e:2x2", "--seconds", "2")
+    assert done.returncode == 2
+    assert "did not finish within the limit; allow more with --seconds" in done.stderr
+
+
+def test_a_layout_that_does_not_match_the_chips_is_refused(tmp_path: Path) -> None:
+    done = estimate(tmp_path, "tpu:v6e:4x4", "--set", "parallel.dp_shard=3")
+    assert done.returncode == 2
+    assert "which takes 6 devices; the run has 16" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="placing takes torch")
+def test_places_are_written_as_hlo_writes_them() -> None:
+    from accelbridge_xla.ahead.recording import sharding_text
+
+    mesh = np.arange(8).reshape(2, 2, 2)
+    assert sharding_text((None, None), mesh) == "{replicated}"
+    assert sharding_text((), mesh) == "{replicated}"
+    assert sharding_text((("dp_replicate", "dp_shard"), None), mesh) == (
+        "{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
+    )
+    assert sharding_text(("tp", "dp_shard"), mesh) == "{devices=[2,2,2]0,4,2,6,1,5,3,7 last_tile_dim_replicate}"
+    assert sharding_text((("tp", "dp_shard"),), np.arange(4).reshape(1, 2, 2)) == "{devices=[4]0,2,1,3}"
