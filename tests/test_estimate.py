@@ -184,9 +184,9 @@ class Watched(EagerExecution):
 
     calls: list[str]
 
-    def start(self, store: Any, *rest: Any) -> None:
+    def start(self, store: Any, *rest: Any, **named: Any) -> None:
         self.calls = ["start"]
-        super().start(dist.HashStore(), *rest)
+        super().start(dist.HashStore(), *rest, **named)
 
     def realise(self, model: Any, *rest: Any, **named: Any) -> Any:
         assert all(p.is_meta for p in model.parameters()), "no memory may be taken"

@@ -132,7 +132,7 @@ class InterpretedBackend(CpuBackend):
         return SdpaAttention([flash_attention(FLASH_TILES, {}, available(self._software), lambda _: None)])
 
     def implementations(self) -> Sequence[Implementation]:
-        return (*self._products(), *layers(NAME, LAYER_TILES, self._software), *super().implementations())
+        return (*self._products(), *layers(LAYER_TILES, self._software), *super().implementations())
 
     def _products(self) -> Sequence[Implementation]:
         kernels = _kernels(self._software)
