@@ -139,8 +139,9 @@ def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
             f"precision.params {precision.params} asked; precision.compute is float16, whose updates are lost in less "
             "than float32; set precision.params: float32"
         )
-    for section, dtype in (("compute", precision.arithmetic), ("params", precision.params)):
-        support = capabilities.support("linear", dtype)
+    asked = (("compute", "linear", precision.arithmetic), ("params", "adamw", precision.params))
+    for section, op, dtype in asked:
+        support = capabilities.support(op, dtype)
         if not support:
             raise ConfigError(
                 f'precision.{section} "{dtype}" asked; {support.reason}; choose another dtype, '

@@ -102,11 +102,24 @@ def test_peaks_are_those_of_known_chips_only() -> None:
     assert XlaBackend.capabilities(hardware.VIRTUAL, {}).chip.peak_flops == {}
 
 
-@pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "precision.reduce float32"), ("float16", "no float16")])
-def test_what_is_refused_says_why(dtype: str, reason: str) -> None:
-    support = XlaBackend.capabilities("TPU v5e", {}).support("linear", dtype)
+@pytest.mark.parametrize(
+    ("op", "dtype", "reason"), [("linear", "float16", "no float16"), ("adamw", "bfloat16", "parameters stay float32")]
+)
+def test_what_is_refused_says_why(op: str, dtype: str, reason: str) -> None:
+    support = XlaBackend.capabilities("TPU v5e", {}).support(op, dtype)
     assert not support
     assert reason in support.reason
+
+
+def test_bfloat16_is_served_by_ops_with_gradients_in_float32() -> None:
+    for op in ("linear", "embedding"):
+        (wide,) = [i for i in XlaBackend().implementations() if (i.op, i.name) == (op, "float32_gradients")]
+        assert wide.supports(Request(op, "bfloat16"))
+        assert not wide.supports(Request(op, "float32"))
+
+
+def test_dropout_is_never_the_reference() -> None:
+    assert "do not wrap" in XlaBackend.capabilities("TPU v5e", {}).wrong_references["dropout"]
 
 
 def test_adamw_serves_float32() -> None:
@@ -132,8 +145,7 @@ def test_several_processes_are_refused_before_anything_starts() -> None:
     ("section", "settings", "message"),
     [
         ("precision", {"compute": "float16"}, 'precision.compute "float16" asked; TPUs have no float16 arithmetic'),
-        ("precision", {"compute": "bfloat16"}, 'precision.compute "bfloat16" asked; under spmd, XLA sums'),
-        ("precision", {"params": "bfloat16"}, 'precision.params "bfloat16" asked; under spmd, XLA sums'),
+        ("precision", {"params": "bfloat16"}, 'precision.params "bfloat16" asked; parameters stay float32'),
         ("memory", {"recompute": "full"}, "memory.recompute asked; XLA merges what is computed twice"),
     ],
 )
@@ -146,8 +158,9 @@ def test_settings_are_refused_when_the_recipe_is_checked(section: str, settings:
 def test_another_precision_is_refused() -> None:
     import torch
 
-    with pytest.raises(NotSupportedYet, match="computes in float32"):
-        XlaBackend().execution.realise(torch.nn.Linear(2, 2), None, Precision(compute="bfloat16"), torch.zeros)  # type: ignore[arg-type]
+    for precision in (Precision(compute="float16"), Precision("bfloat16", reduce="bfloat16")):
+        with pytest.raises(NotSupportedYet, match="computes in float32 or bfloat16, and keeps and reduces in"):
+            XlaBackend().execution.realise(torch.nn.Linear(2, 2), None, precision, torch.zeros)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------- places
