@@ -13,6 +13,7 @@ import pytest
 from accelbridge.backend import World
 from accelbridge.errors import CollectiveTimeout
 from accelbridge.portable import recorder
+from accelbridge.portable.ring import RING
 from accelbridge.watch import watch
 from accelbridge.watch.recorded import Recorder, counts, oldest_pending
 from accelbridge.watch.watch import Watch
@@ -50,11 +51,12 @@ def dump(*entries: Mapping[str, Any], ranks: str = "[0, 1]") -> bytes:
     return pickle.dumps({"version": "2.10", "pg_config": groups, "entries": [dict(entry) for entry in entries]})
 
 
-def test_an_entry_becomes_one_of_our_ring() -> None:
+def test_an_entry_becomes_one_of_our_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RING, "step", 7)
     (found,) = recorder.entries(dump(ENTRY), NOW)
     assert found == {
         "group": "0", "label": "default_pg", "ranks": [0, 1], "number": 5, "op": "all_reduce", "reduce_op": "",
-        "root": None, "peer": None, "tensors": ["bfloat16[4, 3]"], "step": 0, "site": "/home/someone/train.py:41",
+        "root": None, "peer": None, "tensors": ["bfloat16[4, 3]"], "step": 7, "site": "/home/someone/train.py:41",
         "age": 3.5, "state": "pending", "error": None,
     }  # fmt: skip
 
