@@ -33,7 +33,7 @@ kernels: install
 
 # The simulated accelerator: needs g++ and Python.h as well, and compiles for a minute or two the first time on a machine.
 test-sim: install
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim*.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/test_sim*.py -m "not full"
 
 # docs/parity.md: what every layout does to the numbers. Rows that this machine cannot run keep their last figures.
 parity: install

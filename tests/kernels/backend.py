@@ -40,6 +40,7 @@ FP8_TILES: Mapping[str, Tile] = {
     "amax": Tile({"BLOCK": 4096}),
     "quantize_tensor": Tile({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 256}),
     "quantize_rows": Tile({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 256}),
+    "quantize_rows.long": Tile({"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 1024}),
     "quantize_rows.transposed": Tile({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 128}),
     "quantize_blocks.1x128": Tile({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 256}),
     "quantize_blocks.128x128": Tile({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}),
