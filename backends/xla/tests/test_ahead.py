@@ -23,7 +23,7 @@ from accelbridge_xla.ahead.traffic import traffic
 from accelbridge_xla.backend import XlaBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
-import environment
+import environment  # pyright: ignore[reportMissingImports]
 
 COMPILER = os.environ.get(compiling.COMPILER, "")
 needs_compiler = pytest.mark.skipif(
