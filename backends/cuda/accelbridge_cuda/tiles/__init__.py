@@ -6,6 +6,7 @@ two programs run where that hides more than a longer pipeline does. None of them
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 
 from accelbridge.kernels.tiles import Tile
@@ -27,15 +28,9 @@ FAMILIES = (fp8, flash, layers)
 
 def tiles(architecture: str) -> Mapping[str, Tile]:
     """Tiles by name for ``architecture``, such as "sm90"; empty for one that is not known."""
-    found: dict[str, Tile] = {}
-    for family in FAMILIES:
-        found.update(family.TILES.get(architecture, {}))
-    return found
+    return ChainMap(*(family.TILES.get(architecture, {}) for family in FAMILIES))
 
 
 def lacking(architecture: str) -> Mapping[str, str]:
     """Kernels, by names as in :func:`tiles`, that ``architecture`` does not get, and why."""
-    found: dict[str, str] = {}
-    for family in FAMILIES:
-        found.update(family.LACKING.get(architecture, {}))
-    return found
+    return ChainMap(*(family.LACKING.get(architecture, {}) for family in FAMILIES))

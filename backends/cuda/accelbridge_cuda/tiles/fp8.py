@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelbridge.kernels.tiles import Tile
-
-_QUANTIZE: Mapping[str, Tile] = {
-    "amax": Tile({"BLOCK": 8192}, warps=8),
-    "quantize_tensor": Tile({"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}, warps=8),
-    "quantize_rows": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 16384}, warps=16),
-    "quantize_rows.long": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 4096}, warps=8),
-    "quantize_rows.transposed": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-    "quantize_blocks.1x128": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-    "quantize_blocks.128x128": Tile({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}, warps=8),
-    "quantize_blocks.1x32": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-}
+from accelbridge.kernels.usual_tiles import QUANTIZE
 
 _MM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "GROUP": 8}
 _PRODUCTS: Mapping[str, Mapping[str, Tile]] = {
@@ -39,10 +29,10 @@ _PRODUCTS: Mapping[str, Mapping[str, Tile]] = {
     },
 }
 
-_NO_FP8 = dict.fromkeys((*_QUANTIZE, "scaled_mm.whole", "scaled_mm.blocks", "scaled_mm.mx"), "it has no 8-bit floats")
+_NO_FP8 = dict.fromkeys((*QUANTIZE, "scaled_mm.whole", "scaled_mm.blocks", "scaled_mm.mx"), "it has no 8-bit floats")
 _NO_MX = {"scaled_mm.mx": "its matrix instructions apply no scales: that begins with sm100"}
 
 TILES: Mapping[str, Mapping[str, Tile]] = {
-    name: {**_QUANTIZE, **products} for name, products in (*_PRODUCTS.items(), ("sm103", _PRODUCTS["sm100"]))
+    name: {**QUANTIZE, **products} for name, products in (*_PRODUCTS.items(), ("sm103", _PRODUCTS["sm100"]))
 }
 LACKING: Mapping[str, Mapping[str, str]] = {"sm80": _NO_FP8, "sm86": _NO_FP8, "sm89": _NO_MX, "sm90": _NO_MX}

@@ -1,10 +1,10 @@
-"""Tiles of rms_norm, rope, swiglu and the losses. They move bytes and do little else, so that one table serves every
-architecture: loads of 16 bytes a thread and enough programs are what counts."""
+"""Tiles of rms_norm, rope, swiglu and the losses: those that suit every chip."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from accelbridge.kernels import usual_tiles
 from accelbridge.kernels.tiles import Tile
 
 PROCESSORS: Mapping[str, int] = {
@@ -18,32 +18,5 @@ PROCESSORS: Mapping[str, int] = {
 }
 """Multiprocessors of A100, RTX 3090, L40S, H100 SXM, B200, B300 and RTX PRO 6000, by their data sheets."""
 
-WIDTHS = tuple(2**power for power in range(7, 15))
-"""Longest rows of rms_norm that each of its variants takes."""
-
-
-def _rms_norm(width: int, processors: int) -> dict[str, Tile]:
-    """Backward, the programs are two for each processor, so that partial sums stay few."""
-    backward = {"ROWS": max(1, 1024 // width), "BLOCK": width, "PROGRAMS": 2 * processors}
-    return {
-        f"rms_norm_forward.{width}": Tile(
-            {"ROWS": max(1, 2048 // width), "BLOCK": width}, warps=max(4, min(16, width // 512))
-        ),
-        f"rms_norm_backward.{width}": Tile(backward, warps=max(4, width // 1024), stages=1),
-    }
-
-
-def _tiles(processors: int) -> dict[str, Tile]:
-    found = {
-        "softmax_parts": Tile({"BLOCK": 4096}, warps=8),
-        "softmax_gradient": Tile({"BLOCK": 4096}, warps=8),
-        "swiglu_forward": Tile({"BLOCK": 2048}, warps=8),
-        "swiglu_backward": Tile({"BLOCK": 2048}, warps=8),
-    }
-    for width in WIDTHS:
-        found |= _rms_norm(width, processors)
-    return found | {f"rope.{pairs}": Tile({"HEADS": 1024 // pairs, "BLOCK": pairs}) for pairs in (16, 32, 64, 128, 256)}
-
-
-TILES: Mapping[str, Mapping[str, Tile]] = {name: _tiles(count) for name, count in PROCESSORS.items()}
+TILES: Mapping[str, Mapping[str, Tile]] = {name: usual_tiles.layers(count) for name, count in PROCESSORS.items()}
 LACKING: Mapping[str, Mapping[str, str]] = {}

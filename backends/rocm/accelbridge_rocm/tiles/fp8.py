@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelbridge.kernels.tiles import Tile
-
-_QUANTIZE: Mapping[str, Tile] = {
-    "amax": Tile({"BLOCK": 8192}, warps=8),
-    "quantize_tensor": Tile({"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}, warps=8),
-    "quantize_rows": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 16384}, warps=16),
-    "quantize_rows.long": Tile({"BLOCK_ROWS": 1, "BLOCK_COLUMNS": 4096}, warps=8),
-    "quantize_rows.transposed": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-    "quantize_blocks.1x128": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-    "quantize_blocks.128x128": Tile({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}, warps=8),
-    "quantize_blocks.1x32": Tile({"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}, warps=4),
-}
+from accelbridge.kernels.usual_tiles import QUANTIZE
 
 _MM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "GROUP": 8, "DESCRIPTORS": 0}
 _PRODUCTS: Mapping[str, Mapping[str, Tile]] = {
@@ -31,10 +21,10 @@ _PRODUCTS: Mapping[str, Mapping[str, Tile]] = {
 }
 
 _NO_FP8 = dict.fromkeys(
-    (*_QUANTIZE, "scaled_mm.whole", "scaled_mm.blocks", "scaled_mm.mx"),
+    (*QUANTIZE, "scaled_mm.whole", "scaled_mm.blocks", "scaled_mm.mx"),
     "its matrix instructions know no 8-bit floats",
 )
 _NO_MX = {"scaled_mm.mx": "its matrix instructions apply no scales: that begins with gfx950"}
 
-TILES: Mapping[str, Mapping[str, Tile]] = {name: {**_QUANTIZE, **products} for name, products in _PRODUCTS.items()}
+TILES: Mapping[str, Mapping[str, Tile]] = {name: {**QUANTIZE, **products} for name, products in _PRODUCTS.items()}
 LACKING: Mapping[str, Mapping[str, str]] = {"gfx90a": _NO_FP8, "gfx942": _NO_MX}
