@@ -172,14 +172,15 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bi
     """``Matmul.scaled_mm`` by these kernels: ``a`` [M, K] and ``b`` [K, N] in blocks along K, whose codes are copied
     where they don't lie along it. Accumulated in float32, rounded once to ``out_dtype``.
 
-    Raises ``Unsupported`` for blocks that no kernel knows (:func:`serves`), dtypes and sizes beyond reach; ConfigError
+    Raises ``Unsupported`` for what no kernel knows (:func:`lacks`), dtypes and sizes beyond reach; ConfigError
     where K differs.
     """
     right = b.t()
     if a.shape[1] != right.shape[1]:
         raise ConfigError(f"a scaled product {tuple(a.shape)} x {tuple(b.shape)} asked; K must be equal")
-    if why := serves(a.block, right.block) or (out_dtype not in OUT_DTYPES and f"none gives {out_dtype}"):
-        raise Unsupported(f"a scaled product of blocks {a.block} x {b.block} asked of a kernel; {why}")
+    if why := lacks(a, right) or (out_dtype not in OUT_DTYPES and f"none gives {out_dtype}"):
+        asked = f"{a.format.name} in blocks {a.block} x {b.format.name} in {b.block}"
+        raise Unsupported(f"a scaled product of {asked} asked of a kernel; {why}")
     codes = [x.codes(x.format.name).contiguous() for x in (a, right)]
     check_reach("a scaled product", *codes)
     if right.shape[0] > FARTHEST or max(a.scale.numel(), right.scale.numel()) > MOST:
@@ -200,13 +201,15 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bi
     )
 
 
-def serves(a_block: tuple[int, int], b_block: tuple[int, int]) -> str:
-    """Why there is no kernel for such blocks of the two operands, both given as [rows, K]; "" where there is one."""
-    steps = {block[1] for block in (a_block, b_block)}
-    if any(block[0] not in (1, 128, WHOLE) for block in (a_block, b_block)):
+def lacks(a: QuantizedTensor, right: QuantizedTensor) -> str:
+    """Why there is no kernel for such blocks and formats of the two operands, both [rows, K]; "" where there is one."""
+    steps = {x.block[1] for x in (a, right)}
+    if any(x.block[0] not in (1, 128, WHOLE) for x in (a, right)):
         return "kernels know scales of one row, of 128 and of all"
     if 32 in steps:
-        return "" if a_block == b_block == (1, 32) else "MX scales meet MX scales only"
+        if not {a.format.name, right.format.name} <= MX_NAMES.keys():
+            return f"MX is defined for {' and '.join(MX_NAMES)}"
+        return "" if a.block == right.block == (1, 32) else "MX scales meet MX scales only"
     return "" if steps <= {128, WHOLE} else "kernels know scales of 32 terms, of 128 and of all along K"
 
 

@@ -70,6 +70,7 @@ class _Ours:
     quantize: Callable[..., QuantizedTensor]
     rounds_otherwise: Callable[[Format], str]
     scaled_mm: Callable[..., Tensor]
+    lacks: Callable[[QuantizedTensor, QuantizedTensor], str]
     products: Mapping[str, Support]
     on_hosts: bool
 
@@ -79,7 +80,14 @@ class _Ours:
 
         bind(kernels.tiles)
         products = {kinds: kernels.product(kinds) for kinds in (*RECIPES, *MIXED)}
-        return cls(quantize.quantize, quantize.rounds_otherwise, scaled_mm.scaled_mm, products, interpreted())
+        return cls(
+            quantize.quantize,
+            quantize.rounds_otherwise,
+            scaled_mm.scaled_mm,
+            scaled_mm.lacks,
+            products,
+            interpreted(),
+        )
 
     def may_run_on(self, x: Tensor) -> bool:
         """Whether a kernel could take ``x``: on a host only where kernels are interpreted, and not what is spread over
@@ -88,7 +96,8 @@ class _Ours:
 
     def multiplies(self, a: QuantizedTensor, b: QuantizedTensor) -> bool:
         found = self.products.get(kinds_of(a, b))
-        return found is not None and bool(found.within(_sizes(a, b))) and self.may_run_on(a.payload)
+        fits = found is not None and bool(found.within(_sizes(a, b)))
+        return fits and self.may_run_on(a.payload) and not self.lacks(a, b.t())
 
 
 class TorchScaledMm(EmulatedFp8):

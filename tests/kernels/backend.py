@@ -23,6 +23,8 @@ from accelbridge.backend import (
     Implementation,
     Matmul,
     Probe,
+    Support,
+    unsupported,
 )
 from accelbridge.cpu.backend import CpuBackend
 from accelbridge.hookspecs import ENTRY_POINT_GROUP, hookimpl
@@ -97,7 +99,7 @@ class InterpretedBackend(CpuBackend):
         table = dict(real.table)
         for (op, dtype, scaling), cell in real.table.items():
             if op == "scaled_mm":
-                found = served(cell, kernels.product(general(scaling)))
+                found = served(cell, _product(kernels, dtype, scaling))
                 table[op, dtype, scaling] = replace(found, reason=f"interpreted; {found.reason}")
         return replace(real, table=table)
 
@@ -119,7 +121,7 @@ class InterpretedBackend(CpuBackend):
         # The library has nothing, and what is beyond a kernel's limits is refused, as the capabilities say.
         kernels = _kernels(self._software)
         table = {
-            (op, dtype, scaling): replace(cell, limits=kernels.product(general(scaling)).limits)
+            (op, dtype, scaling): replace(cell, limits=_product(kernels, dtype, scaling).limits)
             if op == "scaled_mm"
             else cell
             for (op, dtype, scaling), cell in cells().items()
@@ -141,7 +143,7 @@ class InterpretedBackend(CpuBackend):
             Implementation(
                 "scaled_mm",
                 "triton",
-                lambda request: kernels.product(general(request.variant)).within(request.shape),
+                lambda request: _product(kernels, request.dtype, request.variant).within(request.shape),
                 lambda: self.matmul.scaled_mm,
                 launches=("accelbridge::scaled_mm",),
             ),
@@ -153,6 +155,13 @@ class InterpretedBackend(CpuBackend):
                 launches=("accelbridge::quantize", "accelbridge::quantize_by"),
             ),
         )
+
+
+def _product(kernels: Fp8Kernels, dtype: str, scaling: str) -> Support:
+    """Of a pair of formats of either family: no chip has both, and MX is defined for one of them alone."""
+    if scaling.startswith("mx") and "fnuz" in dtype:
+        return unsupported("MX is defined for the formats of OCP")
+    return kernels.product(general(scaling))
 
 
 def _kernels(software: Mapping[str, str]) -> Fp8Kernels:
