@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accelbridge.backend import Execution, World
@@ -52,7 +53,7 @@ class _Absent(Trainer):
         self.execution = execution
         try:
             # No process meets another one here: a single one stands for all devices.
-            execution.start(None, World(), prepared.layout, self.config.parallel.timeout, False)  # type: ignore[arg-type]
+            execution.start(dist.HashStore(), World(), prepared.layout, self.config.parallel.timeout, False)
             self._assemble()
             execution.end_step()
             self.train_step(batches(prepared, len(execution.data_coordinates)))
