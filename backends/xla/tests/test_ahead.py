@@ -21,9 +21,7 @@ from accelbridge_xla.ahead import compiling
 from accelbridge_xla.ahead.targets import parse
 from accelbridge_xla.ahead.traffic import traffic
 from accelbridge_xla.backend import XlaBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
-import environment  # pyright: ignore[reportMissingImports]
+from backends.xla.tests import environment
 
 COMPILER = os.environ.get(compiling.COMPILER, "")
 needs_compiler = pytest.mark.skipif(

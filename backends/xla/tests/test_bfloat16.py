@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,22 +13,12 @@ from torch import Tensor, nn
 
 from accelbridge.errors import ConfigError
 from accelbridge.train.trainer import Trainer
+from backends.xla.tests import environment
 
 HERE = Path(__file__).parent
 STEPS = 10
 
 
-def _load(name: str) -> ModuleType:
-    """A module beside this file, however the tests are imported."""
-    spec = importlib.util.spec_from_file_location(f"accelbridge_xla_tests_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-environment = _load("environment")
 pytestmark = environment.needs_torch_xla
 
 

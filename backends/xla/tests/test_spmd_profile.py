@@ -5,16 +5,15 @@ Four virtual devices: the vendor's runtime and partitioner on no chip.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from accelbridge.conformance.registry import cases
+from backends.xla.tests import environment
 
 HERE = Path(__file__).parent
 PASSES = [*(f"COL-{number:03}" for number in range(1, 23)),
@@ -23,17 +22,6 @@ NO_QUESTION = ["COL-023", "FLT-001", "FLT-002", "FLT-003", "FLT-004", "FLT-005",
                "FLT-017", "FLT-019", "FLT-021", "FLT-022"]  # fmt: skip
 
 
-def _load(name: str) -> ModuleType:
-    """A module beside this file, however the tests are imported."""
-    spec = importlib.util.spec_from_file_location(f"accelbridge_xla_tests_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-environment = _load("environment")
 pytestmark = environment.needs_torch_xla
 
 

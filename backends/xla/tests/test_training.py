@@ -5,10 +5,8 @@ The vendor's runtime on no chip: what is shown here is the realisation of layout
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,22 +14,12 @@ import torch
 
 from accelbridge.models.decoder import Decoder
 from accelbridge.train.trainer import Trainer
+from backends.xla.tests import environment, worker
 
 HERE = Path(__file__).parent
 STEPS = 20
 
 
-def _load(name: str) -> ModuleType:
-    """A module beside this file, however the tests are imported."""
-    spec = importlib.util.spec_from_file_location(f"accelbridge_xla_tests_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-environment, worker = _load("environment"), _load("worker")
 HALF = worker.HALF
 pytestmark = environment.needs_torch_xla
 
