@@ -98,9 +98,13 @@ class InterpretedBackend(CpuBackend):
         real, kernels = super().capabilities(chip, software), _kernels(software)
         table = dict(real.table)
         for (op, dtype, scaling), cell in real.table.items():
-            if op == "scaled_mm":
-                found = served(cell, _product(kernels, dtype, scaling))
+            if op != "scaled_mm":
+                continue
+            if kernel := _product(kernels, dtype, scaling):
+                found = served(cell, kernel)
                 table[op, dtype, scaling] = replace(found, reason=f"interpreted; {found.reason}")
+            else:
+                del table[op, dtype, scaling]
         return replace(real, table=table)
 
     @cached_property
@@ -125,6 +129,7 @@ class InterpretedBackend(CpuBackend):
             if op == "scaled_mm"
             else cell
             for (op, dtype, scaling), cell in cells().items()
+            if op != "scaled_mm" or _product(kernels, dtype, scaling)
         }
         return TorchScaledMm(self.name, table, Conventions(swizzled=False), kernels)
 
