@@ -19,8 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_kernels(what: str) -> None:
     """Interpreted ones against their references, and a sample of what is compiled ahead of time."""
     command = [sys.executable, "-m", "pytest", "-m", "not full", "-k", what, "tests/kernels"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    command += ["-o", "faulthandler_timeout=180"]  # says where a test hangs
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = run.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        said, _ = run.communicate()
+    assert run.returncode == 0, said[-8000:]
 
 
 def test_the_table_is_of_these_kernels_and_tiles() -> None:

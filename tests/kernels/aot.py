@@ -136,8 +136,12 @@ class Compiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._server is not None:
-            self._server.terminate()
+        if self._server is None:
+            return
+        try:
+            self._server.communicate(timeout=10)  # it ends when no more is asked, also where SIGTERM is ignored
+        except subprocess.TimeoutExpired:
+            self._server.kill()
             self._server.wait()
 
     def compile(self, case: Case, tile: Tile, target: Target) -> Compiled:
