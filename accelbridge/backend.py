@@ -142,6 +142,10 @@ class Capabilities:
     pinned_host_memory: Support = FULL
     deterministic: Support = FULL
     recompute: Support = FULL
+    host_activations: Support = FULL
+    """Whether what autograd saves may wait on the host (``memory.activations``)."""
+    host_parameters: Support = FULL
+    """Whether parameters, gradients and moments may lie on the host (``memory.parameters``)."""
     generators: Support = FULL
     """Whether there are ``torch.Generator`` objects of the device, beside its default stream."""
     several_processes: Support = FULL
@@ -534,6 +538,11 @@ class Transfer(ABC):
     def wait(self) -> Tensor:
         """Block until the copy is done and return the destination."""
 
+    def order(self) -> Tensor:
+        """Let what is queued on the device from now on come after the copy, without blocking where the device can;
+        return the destination."""
+        return self.wait()
+
 
 class Offload(ABC):
     """Movement of tensors between the device, host memory and files.
@@ -549,6 +558,15 @@ class Offload(ABC):
     def to_device(self, x: Tensor, out: Tensor | None = None) -> Transfer:
         """Start copying the host tensor ``x`` to the bound device."""
 
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory without values, pinned where the device can."""
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def lane(self) -> Offload:
+        """The same copies on a queue of their own: each begins after what was queued on the device before it, and runs
+        beside what is queued after. Here the device's own queue, for devices that have no other."""
+        return self
+
     @abstractmethod
     def write(self, path: Path, x: Tensor) -> None:
         """Store the bytes of ``x``; ``path`` appears whole or not at all."""
@@ -556,6 +574,10 @@ class Offload(ABC):
     @abstractmethod
     def read(self, path: Path, out: Tensor) -> Tensor:
         """Fill ``out`` with the stored bytes; raises ``DataError`` if the file's size or checksum differs."""
+
+
+HostMemory = Literal["", "pageable", "pinned"]
+"""Of which kind, where anything is to lie on the host."""
 
 
 class Execution(ABC):
@@ -616,6 +638,8 @@ class Execution(ABC):
         precision: Precision,
         initialise: Callable[..., Tensor],
         finish: Callable[[str, nn.Module], None] | None = None,
+        *,
+        host: HostMemory = "",
     ) -> nn.Module:
         """Shard ``model`` as ``spec`` and the layout say, and materialise it on the device.
 
@@ -623,6 +647,8 @@ class Execution(ABC):
         rows ``rows`` (a range along dimension 0) of the full parameter; others keep their values.
         ``finish(name, unit)`` is called once per shard unit, in the model's order, after it was split over tensor
         parallel and before it is sharded over data parallel: recomputation and :meth:`compile` come in there.
+        With ``host`` this process's shards and their gradients lie in host memory of that kind, and a unit is brought
+        to the device, gathered, when it is used.
         """
 
     @abstractmethod

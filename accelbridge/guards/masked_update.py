@@ -13,7 +13,8 @@ def masked_step(optimizer: torch.optim.Optimizer, mask: Tensor) -> None:
     ``found_inf`` (torch's fused ones) mask it on the device; for others the host reads the flag.
     """
     if masks_updates(optimizer):
-        optimizer.found_inf = mask.float()  # type: ignore[attr-defined]
+        home = optimizer.param_groups[0]["params"][0].device  # the host's, where parameters lie there
+        optimizer.found_inf = mask.float().to(home)  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
     elif not mask.item():

@@ -15,7 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _MOST = 1 << 63
 
 
-def size_in_bytes(value: Any) -> Any:
+def size_in_bytes(value: Any, what: str = "budget") -> Any:
     """Bytes of 200, "200MiB" or "1.5GB" (KB = 1000, KiB = 1024). Raises ValueError for what is no size; None passes."""
     if value is None:
         return None
@@ -24,13 +24,13 @@ def size_in_bytes(value: Any) -> Any:
         match = _SIZE.fullmatch(value.strip())
         known = {name.lower(): size for name, size in _FACTORS.items()}
         if match is None or match[2].lower() not in known:
-            raise ValueError(f'budget asked as "{value[:40]}"; {_TAKES}')
+            raise ValueError(f'{what} asked as "{value[:40]}"; {_TAKES}')
         number, factor = float(match[1]), known[match[2].lower()]
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"budget asked as {str(value)[:40]} ({type(value).__name__}); {_TAKES}")
+        raise ValueError(f"{what} asked as {str(value)[:40]} ({type(value).__name__}); {_TAKES}")
     size = int(number * factor)
     if not 0 < size < _MOST:
-        raise ValueError(f"budget asked as {str(value)[:40]}; {_TAKES}")
+        raise ValueError(f"{what} asked as {str(value)[:40]}; {_TAKES}")
     return size
 
 

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Op = Callable[..., Any]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack of torch.autograd.graph.saved_tensors_hooks."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,19 @@ class Alias:
 class Output:
     """A tensor that an op put out, as kept."""
 
-    value: Tensor
+    value: Any
+    """The tensor, or what a hook of the caller has made of it."""
     version: int
     requires_grad: bool
 
-    def again(self) -> Tensor:
+    def again(self, load: Callable[[Any], Tensor]) -> Tensor:
         """The tensor as the second run needs it. Raises RuntimeError if it has been written to."""
-        if self.value._version != self.version:
+        if isinstance(self.value, Tensor) and self.value._version != self.version:
             raise RuntimeError(
                 "recompute: an output that was kept for the backward pass has been changed in place since; "
                 "write the change as a new tensor, or set memory.recompute: full"
             )
-        return self.value.detach().requires_grad_(self.requires_grad)
+        return load(self.value).detach().requires_grad_(self.requires_grad)
 
 
 @dataclass
@@ -80,11 +83,13 @@ class Call:
 
 
 class Record:
-    """The calls of one unit's forward pass, in order."""
+    """The calls of one unit's forward pass, in order. ``hooks`` are those of saved tensors around the unit: what is
+    kept passes them as well."""
 
-    def __init__(self, note_inner: bool = False) -> None:
+    def __init__(self, note_inner: bool = False, hooks: Hooks | None = None) -> None:
         self.calls: list[Call] = []
         self._note_inner = note_inner
+        self._store, self._load = hooks or (_same, _same)
         self._wanted = 0
         self._next = 0
         self._replaying = False
@@ -118,7 +123,7 @@ class Record:
         if call.structure is None:  # only where torch was told not to stop early
             with torch.no_grad():
                 return op(*args, **kwargs)
-        return tree_unflatten([_again(output, arguments) for output in call.outputs], call.structure)
+        return tree_unflatten([self._again(output, arguments) for output in call.outputs], call.structure)
 
     def _record(self, name: str, op: Op, arguments: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(name)
@@ -141,21 +146,26 @@ class Record:
             kept = tensor.detach()  # an output itself would hold its own graph, and never be freed
             if self._note_inner:
                 call.inner.append(kept)
-            return False, kept
+            return False, self._store(kept)
 
         def unpack(packed: tuple[bool, Any]) -> Tensor:
-            return outer_unpack(packed[1]) if packed[0] else packed[1]
+            return outer_unpack(packed[1]) if packed[0] else self._load(packed[1])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             result = op(*args, **kwargs)
         leaves, call.structure = tree_flatten(result)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                leaf = alias(leaf) or Output(leaf.detach(), leaf._version, leaf.requires_grad)
+                leaf = alias(leaf) or Output(self._store(leaf.detach()), leaf._version, leaf.requires_grad)
             call.outputs.append(leaf)
         call.wanted = self._wanted
         arguments.clear()  # autograd holds on to our hooks, and they to this list
         return result
+
+    def _again(self, output: Any, arguments: Sequence[Tensor]) -> Any:
+        if isinstance(output, Alias):
+            return output.of(arguments).requires_grad_(arguments[output.argument].requires_grad)
+        return output.again(self._load) if isinstance(output, Output) else output
 
     def _replay(self, name: str, arguments: list[Tensor]) -> Call:
         call = self.calls[self._next] if self._next < len(self.calls) else None
@@ -186,12 +196,6 @@ class Replay:
         _record.reset(self._tokens.pop())
 
 
-def _again(output: Any, arguments: Sequence[Tensor]) -> Any:
-    if isinstance(output, Alias):
-        return output.of(arguments).requires_grad_(arguments[output.argument].requires_grad)
-    return output.again() if isinstance(output, Output) else output
-
-
 _record: ContextVar[Record | None] = ContextVar("accelbridge_record", default=None)
 
 
@@ -217,8 +221,17 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs)))
 
 
-def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Pack and unpack of the checkpoint around us. torch has no public way to ask; where it finds none, a bug."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+def _same(x: Any) -> Any:
+    return x
+
+
+def current_hooks() -> Hooks | None:
+    """The innermost hooks of saved tensors that are active; torch has no public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _outer_hooks() -> Hooks:
+    """Those of the checkpoint around us; where there are none, a bug."""
+    hooks = current_hooks()
     assert hooks is not None, "a record is active inside a checkpoint only"
     return hooks

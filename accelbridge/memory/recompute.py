@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accelbridge import ops
 from accelbridge.errors import ConfigError
 from accelbridge.memory.choice import Recompute
-from accelbridge.memory.kept import Op, Record, Replay, keep
+from accelbridge.memory.kept import Hooks, Op, Record, Replay, current_hooks, keep
 
 _KEPT = "accelbridge_kept"
 """Annotation of graph nodes that an op which is not recomputed has made."""
@@ -62,12 +62,13 @@ def apply(recompute: Recompute, unit: nn.Module) -> None:
     if recompute.kind == "none":
         return
     forward = unit.forward
-    contexts = _contexts if recompute.kind == "selective" else None
+    selective = recompute.kind == "selective"
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        contexts = partial(_contexts, _hooks()) if selective else None
         return _checkpointed(forward, contexts, args, kwargs)
 
     unit.forward = recomputed
@@ -105,8 +106,12 @@ def _flagged(run: Op) -> Op:
     return flagged
 
 
-def _contexts() -> tuple[Any, Any]:
-    record = Record()
+def _hooks() -> Hooks | None:
+    return None if torch.compiler.is_compiling() else current_hooks()
+
+
+def _contexts(hooks: Hooks | None) -> tuple[Any, Any]:
+    record = Record(hooks=hooks)
     return record.recording(), Replay(record)
 
 

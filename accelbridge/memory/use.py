@@ -38,10 +38,14 @@ class MemoryUse:
 
         ``peak`` is the allocator's, on the CPU the resident size of the process; ``other`` is what of it is no
         parameter, gradient or optimizer state: activations, gathered parameters, buffers, and on the CPU code as well.
+        Where anything was put on the host, ``waiting_on_host`` and ``state_on_host`` say how much.
         """
         peak = trainer.prepared.target.backend.device.memory()["peak"]
         if peak is None or peak <= self._told * 1.01:
             return None
         self._told = peak
         kinds = held(trainer.model, trainer.optimizer)
-        return {**kinds, "other": max(0, peak - sum(kinds.values())), "peak": peak}
+        host = {} if trainer.host_pool is None else {"waiting_on_host": trainer.host_pool.high_water}
+        if next(trainer.model.parameters()).device.type != trainer.execution.device.type:
+            host["state_on_host"], kinds = sum(kinds.values()), {}
+        return {**kinds, "other": max(0, peak - sum(kinds.values())), "peak": peak, **host}

@@ -26,11 +26,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from accelbridge.backend import Collectives, Device, Execution, Gradients, Precision, Support, World, unsupported
+from accelbridge.backend import (
+    Collectives,
+    Device,
+    Execution,
+    Gradients,
+    HostMemory,
+    Precision,
+    Support,
+    World,
+    unsupported,
+)
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
@@ -124,6 +134,8 @@ class EagerExecution(Execution):
         precision: Precision,
         initialise: Initialise,
         finish: Callable[[str, nn.Module], None] | None = None,
+        *,
+        host: HostMemory = "",
     ) -> nn.Module:
         _check_dimensions(model)
         check_data_parallel(self._layout, spec, {name: p.shape for name, p in model.named_parameters()})
@@ -132,8 +144,9 @@ class EagerExecution(Execution):
         if self._layout.tp > 1:
             split_model(model, spec, self._started["tp"], self._layout.sequence_parallel)
         ties = _ties(model)
+        home = torch.device("cpu") if host else self.device
         if not on_meta:
-            model.to(self.device)
+            model.to(home)
             _tie(ties)
         _place_buffers(model, self.device)
         units = _units(model, spec, ties)
@@ -142,11 +155,11 @@ class EagerExecution(Execution):
             for unit in units:
                 finish(names[id(unit)], unit)
         model.register_forward_hook(_require_visible_output)  # before FSDP2's own hook, which looks at the same output
-        whole = self._stays_whole(precision)
-        sharded = _Realised([]) if whole else self._sharded(model, units, precision)
+        whole = self._stays_whole(precision) and not host
+        sharded = _Realised([]) if whole else self._sharded(model, units, precision, host)
         if on_meta:
             # Unlike to_empty(), this leaves buffers, which have values.
-            model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
+            model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t)
             _tie(ties)
             _fill(model, initialise)
         if whole and self._layout.dp_replicate > 1:
@@ -159,12 +172,13 @@ class EagerExecution(Execution):
         one_dtype = precision.compute == precision.params == precision.reduce
         return self._layout.dp_shard == 1 and self._layout.tp == 1 and one_dtype
 
-    def _sharded(self, model: nn.Module, units: list[nn.Module], precision: Precision) -> _Realised:
+    def _sharded(self, model: nn.Module, units: list[nn.Module], precision: Precision, host: HostMemory) -> _Realised:
         options: dict[str, Any] = {
             "mesh": self._started[("dp_replicate", "dp_shard") if self._layout.dp_replicate > 1 else "dp_shard"],
             # None: units are freed after use, the root is not, since the backward pass starts with it.
             "reshard_after_forward": None if self._layout.zero == 3 else False,
             "shard_placement_fn": partial(_dp_placement, degree=self._layout.dp_shard),
+            "offload_policy": CPUOffloadPolicy(pin_memory=host == "pinned") if host else OffloadPolicy(),
         }
         for module in reversed(units):
             fully_shard(module, mp_policy=_policy(precision), **options)
@@ -244,7 +258,7 @@ class EagerExecution(Execution):
         parameters = [p for p in model.parameters() if p.grad is not None]
         gradients = [cast(Tensor, p.grad) for p in parameters]
         parts = [local(g) for g in gradients]
-        norms = torch.stack(torch._foreach_norm([part.float() for part in parts]))
+        norms = torch.stack(torch._foreach_norm([part.float() for part in parts])).to(self.device)
         total = (norms.square() * self._shares(gradients)).sum()
         lost = torch.zeros_like(total) if loss is None else loss * 0  # NaN where the loss is not finite
         sums = torch.stack([total, lost])
@@ -253,7 +267,7 @@ class EagerExecution(Execution):
         norm = sums[0].sqrt()
         self.gradients = Gradients(norm, sums[1], parameters, norms)
         if max_norm is not None:
-            torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device))
         return norm
 
     def _shares(self, gradients: list[Tensor]) -> Tensor:

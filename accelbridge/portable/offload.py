@@ -18,6 +18,7 @@ import struct
 import sys
 import uuid
 import zlib
+from collections.abc import Sequence
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
@@ -58,6 +59,11 @@ class _Copying(Transfer):
         self._x = None
         return self._out
 
+    def order(self) -> Tensor:
+        torch.accelerator.current_stream().wait_event(self._event)
+        self._x = None  # its memory is given to work that comes after the copy
+        return self._out
+
 
 class PortableOffload(Offload):
     """Copies on the device's current stream, so that they see all work queued before them and none after.
@@ -81,13 +87,16 @@ class PortableOffload(Offload):
         """Whether host memory made here is pinned."""
         return self._want_pinned and self._accelerated
 
+    def lane(self) -> Offload:
+        return _Lane(self.device_type, self._want_pinned) if self._accelerated else self
+
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Transfer:
         """Start copying ``x`` into ``out``, or into new contiguous host memory; never an alias of ``x``.
 
         Raises ``ValueError`` where ``out`` isn't a host tensor of the shape and dtype of ``x``.
         """
         if out is None:
-            out = self._host_empty(x.shape, x.dtype)
+            out = self.host_empty(x.shape, x.dtype)
         _check_same(x, out, "cpu")
         return self._copy(x, out)
 
@@ -155,13 +164,13 @@ class PortableOffload(Offload):
         found = os.fstat(file.fileno()).st_size - file.tell()
         if found != size:
             raise DataError(f"{path}: asked for {size} bytes of elements, found {found}; write the file again")
-        host = self._host_empty(out.shape, out.dtype)
+        host = self.host_empty(out.shape, out.dtype)
         buffer = _as_bytes(host)
         if file.readinto(buffer) != size or zlib.crc32(buffer) != header.get("crc32"):
             raise DataError(f"{path}: the checksum of the elements differs, the file is damaged; write it again")
         return host
 
-    def _host_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def _copy(self, x: Tensor, out: Tensor) -> Transfer:
@@ -171,6 +180,24 @@ class PortableOffload(Offload):
             return _Copied(out)
         target.copy_(x, non_blocking=True)
         return _Copying(x, out, x.device if target.device.type == "cpu" else target.device)
+
+
+class _Lane(PortableOffload):
+    """Copies on a stream of their own. No memory is recorded on it: a source lives until its :class:`Transfer` is
+    waited for or ordered, and a destination is of the stream on which it will be used."""
+
+    @cached_property
+    def _stream(self) -> torch.Stream:
+        return torch.Stream(device=torch.accelerator.current_stream().device)
+
+    def _copy(self, x: Tensor, out: Tensor) -> Transfer:
+        ours = torch.accelerator.current_stream()
+        self._stream.wait_stream(ours)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            return super()._copy(x, out)
+        finally:
+            torch.accelerator.set_stream(ours)
 
 
 def _check_same(x: Tensor, out: Tensor, device_type: str) -> None:

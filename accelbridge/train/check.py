@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from accelbridge.backend import Capabilities
+from accelbridge.backend import FULL, Capabilities
 from accelbridge.errors import ConfigError, NotSupportedYet, Unsupported
 from accelbridge.models.config import ModelConfig
 from accelbridge.parallel.layout import Layout
@@ -132,7 +132,7 @@ def accumulation_steps(train: TrainSection, layout: Layout) -> tuple[int, int]:
 
 def check_settings(config: TrainConfig, capabilities: Capabilities) -> None:
     """Settings that need no world: what is not built yet, and what the chip cannot do."""
-    _memory(config.memory)
+    _memory(config.memory, capabilities)
     precision = config.precision
     if precision.compute == "float16" and precision.params != "float32":
         raise ConfigError(
@@ -188,6 +188,10 @@ def _against_capture(config: TrainConfig, layout: Layout, random: Sequence[str])
         )
     if config.memory.recompute != "none":
         return "recomputation reads the generators' states in every step", "set memory.recompute: none"
+    if config.memory.activations != "device":
+        return "activations leave the device in every step", "set memory.activations: device"
+    if config.memory.parameters != "device":
+        return "parameters lie on the host", "set memory.parameters: device and memory.optimizer: device"
     if config.train.compile:
         return "compiled code checks on the host what it was compiled for, in every step", "set train.compile: false"
     if random:
@@ -198,8 +202,23 @@ def _against_capture(config: TrainConfig, layout: Layout, random: Sequence[str])
     return "", ""
 
 
-def _memory(memory: MemoryConfig) -> None:
+def _memory(memory: MemoryConfig, capabilities: Capabilities) -> None:
+    supports = {"activations": capabilities.host_activations, "parameters": capabilities.host_parameters}
     for what in ("activations", "optimizer", "parameters"):
         place = getattr(memory, what)
-        if place != "device":
-            raise NotSupportedYet(f"memory.{what} {place} asked; it is not supported yet; set memory.{what}: device")
+        if place == "nvme":
+            raise NotSupportedYet(f"memory.{what} nvme asked; it is not supported yet; set memory.{what}: host")
+        if place == "host" and not (support := supports.get(what, FULL)):
+            raise Unsupported(
+                f"memory.{what} host asked; {support.reason} (on {capabilities.chip.name}); set memory.{what}: device"
+            )
+    if memory.optimizer != memory.parameters:
+        raise NotSupportedYet(
+            f"memory.optimizer {memory.optimizer} asked with memory.parameters {memory.parameters}; updates are "
+            f"computed where the parameters lie; set memory.parameters: {memory.optimizer}"
+        )
+    if memory.host_limit is not None and memory.activations != "host":
+        raise ConfigError(
+            "memory.host_limit asked; it bounds what waiting activations take on the host, and memory.activations is "
+            f"{memory.activations}; set memory.activations: host, or leave host_limit out"
+        )

@@ -8,15 +8,16 @@ same thing in Python. Values are checked here one by one; combinations with the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from accelbridge.config import Section, SpelledDtype
 from accelbridge.data.config import DataConfig
 from accelbridge.guards.config import GuardsConfig
-from accelbridge.memory.config import RecomputeSetting
+from accelbridge.memory.config import RecomputeSetting, size_in_bytes
 from accelbridge.models.config import ModelConfig
 from accelbridge.precision.config import Fp8Config
 from accelbridge.train.checkpoint_config import CheckpointConfig, check_schedule
@@ -169,8 +170,13 @@ class MemoryConfig(Section):
     """Compute the loss from the last hidden activations, a chunk of the vocabulary at a time, so that logits never
     exist whole; for one more product with the output projection."""
     activations: Place = "device"
+    """Where shard units' saved tensors wait for the backward pass."""
     optimizer: Place = "device"
+    """Where the moments lie, and where updates are computed."""
     parameters: Place = "device"
+    """Where the sharded parameters and their gradients lie between uses; on the host only with the optimizer."""
+    host_limit: Annotated[int | None, BeforeValidator(partial(size_in_bytes, what="host_limit"))] = None
+    """Most bytes of host memory that waiting activations take, per process; absent: what the host gives."""
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
 
 

@@ -85,7 +85,8 @@ def plan_run(
     plan = _with_fp8(_resolve(config, world, target, layout, stores, resume, provided), fp8)
     plan = with_network(plan, network)
     recompute = recompute or _within_budget(config, layout, microbatch, plan)
-    return _with_units(plan, recompute, config), recompute, fp8
+    pinned = bool(target.capabilities.pinned_host_memory)
+    return _with_units(plan, recompute, config, pinned), recompute, fp8
 
 
 def _with_fp8(plan: ExecutionPlan, fp8: Fp8Run | None) -> ExecutionPlan:
@@ -100,6 +101,7 @@ def _listed_recompute(config: TrainConfig, provided: Provided) -> Recompute | No
     setting = config.memory.recompute
     if provided.model:
         asked = ["memory.recompute"] * (setting != "none") + ["train.compile"] * config.train.compile
+        asked += ["memory.activations host"] * (config.memory.activations == "host")
         if asked and not provided.units:
             raise choice.needs_units(asked[0])
         from accelbridge.ops import NAMES  # who brings a module has torch loaded
@@ -126,15 +128,22 @@ def _within_budget(config: TrainConfig, layout: Layout, microbatch: int, plan: E
     return choose(activations, config.model.layers, setting.budget)
 
 
-def _with_units(plan: ExecutionPlan, recompute: Recompute, config: TrainConfig) -> ExecutionPlan:
+def _with_units(plan: ExecutionPlan, recompute: Recompute, config: TrainConfig, pinned: bool) -> ExecutionPlan:
     """The plan, which also says what is done to shard units and to the passes as a whole."""
     notes = [recompute.note] if recompute.note else []
+    notes += [_WAITING.format(where="pinned" if pinned else "pageable")] if config.memory.activations == "host" else []
+    notes += [_ON_HOST] if config.memory.parameters == "host" else []
     notes += ["compile: each shard unit is one graph of torch.compile"] if config.train.compile else []
     notes += [_CAPTURED] if config.train.capture else []
-    contract = {**plan.contract, "recompute": recompute.as_dict()}
+    places = {what: getattr(config.memory, what) for what in ("activations", "optimizer", "parameters")}
+    contract = {**plan.contract, "recompute": recompute.as_dict(), "memory": places}
     return replace(plan, notes=(*plan.notes, *notes), contract=contract)
 
 
+_WAITING = (
+    "activations: what a shard unit saves waits in {where} host memory; that of two units is on the device at a time"
+)
+_ON_HOST = "parameters, gradients and moments lie on the host; updates are computed there, units gathered from there"
 _CAPTURED = (
     "capture: the passes of a microbatch are one graph of the device: the first microbatch of the run is run as "
     "always, the second is recorded, and from then on none of the model's Python runs in a step"

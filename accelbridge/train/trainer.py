@@ -38,8 +38,10 @@ from accelbridge.guards.guards import Guards
 from accelbridge.guards.masked_update import masked_step
 from accelbridge.guards.rollback import roll_back
 from accelbridge.guards.spikes import Spike
-from accelbridge.memory import recompute
+from accelbridge.memory import activations, recompute
+from accelbridge.memory.activations import ActivationOffload
 from accelbridge.memory.advice import explained_out_of_memory
+from accelbridge.memory.host_pool import HostPool
 from accelbridge.memory.use import MemoryUse
 from accelbridge.models.dropout import name_sites
 from accelbridge.precision.convert import convert
@@ -140,6 +142,8 @@ class Trainer:
         self._train = data if data is not None else packed(self.prepared, "train")
         self._validation = validation if validation is not None else packed(self.prepared, "validation")
         self.memory_use = MemoryUse()
+        self.host_pool: HostPool | None = None
+        """Where activations wait, with memory.activations: host."""
         self._loss_scale: LossScale | None = None
         """With compute float16 only."""
         self._captured: Callable[[Batch], Tensor] | None = None
@@ -434,11 +438,25 @@ class Trainer:
         precision = Precision(config.precision.arithmetic, config.precision.reduce, config.precision.params)
         self.parameters = sum(p.numel() for p in model.parameters())
         finish = recompute.finisher(self.prepared.recompute, self.execution.compile if config.train.compile else None)
+        if config.memory.activations == "host":
+            finish = self._waiting_on_host(finish)
         fp8, matmul = self.prepared.fp8, self.prepared.target.backend.matmul
         self.fp8 = convert(model, fp8.recipe, matmul, fp8.filtered.chosen) if fp8 is not None else None
-        self.model = self.execution.realise(model, spec, precision, initialise, finish)
+        self.model = self.execution.realise(model, spec, precision, initialise, finish, **self._places())
         if self.fp8 is not None:
             self.fp8.start(self.execution.device, self.execution.largest)
+
+    def _places(self) -> dict[str, Any]:
+        """What :meth:`Execution.realise` is told of where parameters lie; nothing where they lie on the device."""
+        if self.config.memory.parameters == "device":
+            return {}
+        return {"host": "pinned" if self.prepared.target.capabilities.pinned_host_memory else "pageable"}
+
+    def _waiting_on_host(self, finish: Callable[..., None]) -> Callable[..., None]:
+        backend, limit = self.prepared.target.backend, self.config.memory.host_limit
+        self.host_pool = HostPool(backend.offload, limit)
+        self._resources.callback(self.host_pool.clear)
+        return activations.finisher(ActivationOffload(backend.offload, backend.device.type, self.host_pool), finish)
 
     def _open_checkpoints(self) -> None:
         prepared, config, world = self.prepared, self.config, self.prepared.world

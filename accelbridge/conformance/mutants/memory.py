@@ -161,6 +161,6 @@ def padded_allocator(patch: Patch) -> None:
         return {key: value and value // 512 * 512 for key, value in inner(self).items()}
 
     patch(PortableOffload, "to_device", to_device)
-    patch(PortableOffload, "_host_empty", lambda inner, self, shape, dtype: padded(shape, dtype))
+    patch(PortableOffload, "host_empty", lambda inner, self, shape, dtype: padded(shape, dtype))
     patch(PortableMatmul, "matmul", matmul)
     patch(CpuDevice, "memory", memory)

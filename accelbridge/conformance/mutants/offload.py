@@ -28,7 +28,7 @@ def host_leak(patch: Patch) -> None:
         held.append(inner(self, shape, dtype))
         return held[-1]
 
-    patch(PortableOffload, "_host_empty", host_empty)
+    patch(PortableOffload, "host_empty", host_empty)
 
 
 @mutant("O5", "the device copy is kept", {"OFF-002": "MEMORY"})

@@ -38,6 +38,7 @@ _FLUSHED = {"ftz.float32": "flushed"}
 _DROPOUT = "torch_xla 2.9.0 promotes int32 to 64 bits where a Python number is an operand, so products do not wrap"
 _AVERAGE = Support("emulated", "XLA reduces sums, and the program divides")
 _SPLIT_LOSS = Support("emulated", "cross_entropy, of logits that the partitioner splits over the vocabulary")
+_COMPILER_PLACES = "the compiler decides where tensors lie; torch_xla 2.9.0 places them on the host on TPUs only"
 _FLOAT16 = "TPUs have no float16 arithmetic"
 _FLOAT8 = "fp8 products are not built yet"
 
@@ -80,6 +81,8 @@ class XlaBackend(Backend):
             table=_table(),
             layout_axes=("dp_replicate", "dp_shard", "tp"),
             recompute=unsupported("XLA merges what is computed twice with the first time, so that nothing is saved"),
+            host_activations=unsupported(_COMPILER_PLACES),
+            host_parameters=unsupported(_COMPILER_PLACES),
             generators=unsupported("torch_xla has one stream of random numbers, and no torch.Generator of its device"),
             several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),

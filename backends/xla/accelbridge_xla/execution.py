@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from accelbridge.backend import Compiled, Device, Execution, Gradients, Precision, Support, World
+from accelbridge.backend import Compiled, Device, Execution, Gradients, HostMemory, Precision, Support, World
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
@@ -102,7 +102,10 @@ class XlaExecution(Execution):
         precision: Precision,
         initialise: Initialise,
         finish: Finish | None = None,
+        *,
+        host: HostMemory = "",
     ) -> nn.Module:
+        assert not host, "its capabilities say that nothing lies on the host"
         if precision.compute not in ("float32", "bfloat16") or {precision.reduce, precision.params} != {"float32"}:
             raise NotSupportedYet(
                 f"{precision} asked; the XLA backend computes in float32 or bfloat16, and keeps and reduces in "
