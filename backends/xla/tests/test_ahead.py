@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,10 +205,7 @@ def test_a_child_that_takes_too_long_is_ended_with_its_own_children(tmp_path: Pa
     with pytest.raises(CompileTimeout, match="thinking did not finish within the limit"):
         compiling._run("thinking", [sys.executable, "-c", code, str(tmp_path / "pid")], {}, until)
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5.0
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
+    _wait(lambda: not _runs(pid), 10)
 
 
 def _runs(pid: int) -> bool:
@@ -215,6 +213,36 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no child that its parent ended")
+def test_nothing_goes_on_when_who_asked_is_killed(tmp_path: Path) -> None:
+    child = (
+        "import os, sys, time\nfrom accelbridge_xla.ahead.compile_tpu import end_with_parent\nend_with_parent()\n"
+        "open(sys.argv[1] + '.new', 'w').write(str(os.getpid()))\nos.rename(sys.argv[1] + '.new', sys.argv[1])\n"
+        "time.sleep(120)"
+    )
+    parent = (
+        "import sys, time\nfrom accelbridge_xla.ahead import compiling\n"
+        "environment = {'PYTHONPATH': ':'.join(filter(None, sys.path))}\n"
+        "compiling._run('', [sys.executable, '-c', *sys.argv[1:]], environment, time.monotonic() + 120)"
+    )
+    env = environment.environment(tmp_path / "site")
+    asking = subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path / "pid")], env=env)
+    try:
+        pid = int(_wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 60))
+    finally:
+        asking.kill()
+        asking.wait()
+    _wait(lambda: not _runs(pid), 10)
+
+
+def _wait(found: Callable[[], Any], seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
 
 
 def test_a_child_that_fails_says_its_last_words() -> None:

@@ -25,6 +25,7 @@ from accelbridge.backend import Compiled, CompileTimeout, Execution, Support, un
 from accelbridge.errors import AccelbridgeError, BackendError, ConfigError
 from accelbridge_xla.ahead.targets import GIB, Target, parse
 from accelbridge_xla.ahead.traffic import traffic
+from accelbridge_xla.backend import _mismatch
 from accelbridge_xla.hardware import PLATFORM_VARIABLE, VIRTUAL_VARIABLE
 
 COMPILER = "ACCELBRIDGE_TPU_COMPILER_PYTHON"
@@ -51,6 +52,8 @@ def compile_ahead(target: str, step: Callable[[Execution], None], seconds: float
     described, devices = parse(chip, topology)
     if find_spec("torch_xla") is None:
         return unsupported(_NO_TORCH_XLA)
+    if mismatch := _mismatch({name: found for name in ("torch", "torch_xla") if (found := _version(name))}):
+        return unsupported(mismatch)
     python = compiler()
     if isinstance(python, Support):
         return python
