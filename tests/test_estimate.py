@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_what_takes_too_long_is_derived_and_says_so() -> None:
     assert "all 32 layers did not compile within 50 s; derived from 1 and 2 of 32 layers" in found.derived
     assert found.parts == {1: made(1), 2: made(2)}
     assert sum(seconds for _, seconds in compiler.asked[1:2]) <= 100.0
+
+
+def test_what_is_derived_adds_up_and_says_of_what_its_notes_are() -> None:
+    one = replace(made(1), memory={"code": 3, "padding": 2, "total": 5}, notes=("slow",), host_bytes=9)
+    two = replace(made(2), memory={"code": 4, "batch": 1, "total": 5}, notes=("slow", "odd"), host_bytes=7)
+    found = ahead.extrapolate(one, two, 5)
+    assert found.memory == {"code": 7, "padding": 0, "batch": 4, "total": 11}
+    assert found.notes == ("of 1 layer: slow", "of 2 layers: slow", "of 2 layers: odd")
+    assert found.host_bytes == 9
 
 
 def test_derived_figures_that_exceed_the_device_do_not_fit() -> None:

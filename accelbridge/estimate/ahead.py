@@ -88,9 +88,9 @@ def extrapolate(one: Compiled, two: Compiled, layers: int) -> Compiled:
     def line(first: float, second: float) -> float:
         return first + (second - first) * (layers - FEW[0]) / (FEW[1] - FEW[0])
 
-    kinds = [kind for kind in one.memory if kind in two.memory and kind != "total"]
-    memory = {kind: max(0, round(line(one.memory[kind], two.memory[kind]))) for kind in kinds}
-    memory["total"] = round(line(one.memory["total"], two.memory["total"]))
+    kinds = [kind for kind in dict.fromkeys([*one.memory, *two.memory]) if kind != "total"]
+    memory = {kind: max(0, round(line(one.memory.get(kind, 0), two.memory.get(kind, 0)))) for kind in kinds}
+    memory["total"] = sum(memory.values())
     first, second = ({each.op: each for each in found.collectives} for found in (one, two))
     collectives: list[Traffic] = []
     for op in dict.fromkeys([*first, *second]):
@@ -105,5 +105,6 @@ def extrapolate(one: Compiled, two: Compiled, layers: int) -> Compiled:
         flops=flops,
         collectives=tuple(collectives),
         seconds=seconds,
-        notes=tuple(dict.fromkeys((*one.notes, *two.notes))),
+        host_bytes=max((found.host_bytes for found in (one, two) if found.host_bytes is not None), default=None),
+        notes=(*(f"of 1 layer: {note}" for note in one.notes), *(f"of 2 layers: {note}" for note in two.notes)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from accelbridge.backend import CompileTimeout, Traffic
 from accelbridge.errors import BackendError, ConfigError
+from accelbridge.estimate.step import OneStep
 from accelbridge_xla.ahead import compiling, hlo
 from accelbridge_xla.ahead.products import flops, repeated_flops
 from accelbridge_xla.ahead.targets import parse
@@ -375,7 +377,7 @@ def test_no_torch_xla_says_where_it_is() -> None:
 
 def recipe(folder: Path) -> Path:
     path = folder / "small.yaml"
-    sizes = {"vocab_size": 256, "dim": 128, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 256}
+    sizes = {"vocab_size": 256, "dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 256}
     sections = {
         "model": sizes,
         "parallel": {"tp": 2},
@@ -477,6 +479,75 @@ def test_what_is_derived_is_what_compiles(tmp_path: Path) -> None:
 def _succeeds(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+TEXT = """
+import sys
+from pathlib import Path
+from torch_xla.core import xla_builder
+folder = Path(sys.argv[1])
+module = xla_builder.computation_from_module_proto("step", (folder / "program.pb").read_bytes())
+(folder / "program.hlo").write_text(xla_builder.get_computation_hlo(module))
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step in bfloat16 over four data-parallel devices as it is exported, in program.pb and program.hlo."""
+    folder = tmp_path_factory.mktemp("wide")
+    sections = json.loads(recipe(folder).read_text()) | {"parallel": {}, "precision": {"compute": "bfloat16"}}
+    (folder / "step.pickle").write_bytes(pickle.dumps(OneStep(sections, "tpu:v6e:2x2")))
+    env = environment.environment(folder / "site")
+    environment.python("-m", "accelbridge_xla.ahead.export", folder, env=env)
+    environment.python("-c", TEXT, folder, env=env)
+    return folder
+
+
+@environment.needs_torch_xla
+def test_in_bfloat16_the_exported_products_are_bfloat16_and_those_that_make_gradients_float32(wide: Path) -> None:
+    """As ``accelbridge_xla.bfloat16`` says; eight modules of a layer and the head have a weight."""
+    program = hlo.read((wide / "program.hlo").read_text())
+    (main,) = [each for each in program.computations.values() if each.entry]
+    products = [each for each in main.instructions.values() if each.opcode == "dot"]
+    plain = [each for each in products if len(hlo.shapes(each.result)[0][1]) == 2]  # attention's have a batch
+    kinds = [hlo.shapes(each.result)[0][0] for each in plain]
+    assert (kinds.count("bf16"), kinds.count("f32")) == (2 * 8, 8)
+    for product, kind in zip(plain, kinds, strict=True):
+        for operand in product.operands:
+            assert hlo.shapes(main.result(operand))[0][0] == kind
+            assert kind == "bf16" or _rounded(main, operand), f"{operand} holds more than bfloat16 does"
+
+
+def _rounded(main: hlo.Computation, name: str) -> bool:
+    """Whether a float32 value was a bfloat16 one before it was moved about."""
+    found = main.instructions[name]
+    while found.opcode in ("transpose", "reshape"):
+        found = main.instructions[found.operands[0]]
+    return found.opcode == "convert" and hlo.shapes(main.result(found.operands[0]))[0][0] == "bf16"
+
+
+@needs_compiler
+def test_in_bfloat16_the_compiled_program_adds_gradients_up_in_float32(wide: Path) -> None:
+    script = Path(compiling.__file__).with_name("compile_tpu.py")
+    python = compiling.compiler()
+    assert isinstance(python, str)
+    subprocess.run([python, str(script), str(wide), "v6e:2x2"], check=True, capture_output=True, timeout=600)
+    program = hlo.read((wide / "optimised.hlo").read_text())
+    reduced: list[str] = []
+    products: list[tuple[str, ...]] = []
+    for name in program.runs:
+        computation = program.computations[name]
+        for each in computation.instructions.values():
+            if each.opcode.removesuffix("-start") in ("all-reduce", "reduce-scatter"):
+                reduced += [kind for kind, _ in hlo.shapes(each.result)]
+            if each.opcode == "convolution":
+                texts = (each.result, *map(computation.result, each.operands))
+                products.append(tuple(hlo.shapes(text)[0][0] for text in texts))
+    assert "f32" in reduced
+    assert "bf16" not in reduced
+    assert ("bf16", "bf16", "bf16") in products
+    # The compiler sees that what makes gradients holds bfloat16 values, and takes one pass of its units for them.
+    assert products.count(("f32", "bf16", "bf16")) >= 8
 
 
 def test_a_layout_that_does_not_match_the_chips_is_refused(tmp_path: Path) -> None:
