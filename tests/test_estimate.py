@@ -150,6 +150,7 @@ def test_what_takes_too_long_is_derived_and_says_so() -> None:
     assert found.compiled.flops == made(32).flops
     assert found.compiled.collectives == made(32).collectives
     assert "all 32 layers did not compile within 50 s; derived from 1 and 2 of 32 layers" in found.derived
+    assert "temporaries of many layers can be half as much again" in found.derived
     assert found.parts == {1: made(1), 2: made(2)}
     assert sum(seconds for _, seconds in compiler.asked[1:2]) <= 100.0
 
@@ -167,6 +168,17 @@ def test_derived_figures_that_exceed_the_device_do_not_fit() -> None:
     found = ahead.search(Compiler(2), 200, 100.0, "few")
     assert found.compiled.memory["total"] == 1010
     assert not found.compiled.fits
+
+
+def test_a_derived_step_that_just_fits_says_so() -> None:
+    def told(capacity: int) -> tuple[bool, tuple[str, ...]]:
+        one, two = (replace(made(n), memory={"temporaries": 5 * n, "total": 5 * n}, capacity=capacity) for n in (1, 2))
+        found = ahead.extrapolate(one, two, 10)
+        return found.fits, found.notes
+
+    assert told(75) == (True, ())
+    assert told(74) == told(50) == (True, ("it fits by less than that: only --layers whole can tell",))
+    assert told(49) == (False, ())
 
 
 def test_nothing_is_derived_from_what_does_not_fit() -> None:
