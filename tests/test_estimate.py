@@ -291,6 +291,12 @@ def test_a_mode_is_one_of_three() -> None:
         estimate(layers="some")
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0])
+def test_a_limit_is_a_number_above_zero(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="--seconds .* asked; give a number above 0"):
+        estimate(seconds=seconds)
+
+
 def test_an_estimate_takes_no_memory_for_weights() -> None:
     began = time.monotonic()
     text = estimate(ROOT / "recipes" / "llama3-8b.yaml", assume=("chip=h200", "devices=64"))
