@@ -293,7 +293,7 @@ def test_a_mode_is_one_of_three() -> None:
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0])
 def test_a_limit_is_a_number_above_zero(seconds: float) -> None:
-    with pytest.raises(ConfigError, match="--seconds .* asked; give a number above 0"):
+    with pytest.raises(ConfigError, match=r"--seconds .* asked; give a number above 0"):
         estimate(seconds=seconds)
 
 
