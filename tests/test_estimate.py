@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +150,35 @@ def test_what_takes_too_long_is_derived_and_says_so() -> None:
     assert found.compiled.flops == made(32).flops
     assert found.compiled.collectives == made(32).collectives
     assert "all 32 layers did not compile within 50 s; derived from 1 and 2 of 32 layers" in found.derived
+    assert "temporaries of many layers can be half as much again" in found.derived
     assert found.parts == {1: made(1), 2: made(2)}
     assert sum(seconds for _, seconds in compiler.asked[1:2]) <= 100.0
+
+
+def test_what_is_derived_adds_up_and_says_of_what_its_notes_are() -> None:
+    one = replace(made(1), memory={"code": 3, "padding": 2, "total": 5}, notes=("slow",), host_bytes=9)
+    two = replace(made(2), memory={"code": 4, "batch": 1, "total": 5}, notes=("slow", "odd"), host_bytes=7)
+    found = ahead.extrapolate(one, two, 5)
+    assert found.memory == {"code": 7, "padding": 0, "batch": 4, "total": 11}
+    assert found.notes == ("of 1 layer: slow", "of 2 layers: slow", "of 2 layers: odd")
+    assert found.host_bytes == 9
 
 
 def test_derived_figures_that_exceed_the_device_do_not_fit() -> None:
     found = ahead.search(Compiler(2), 200, 100.0, "few")
     assert found.compiled.memory["total"] == 1010
     assert not found.compiled.fits
+
+
+def test_a_derived_step_that_just_fits_says_so() -> None:
+    def told(capacity: int) -> tuple[bool, tuple[str, ...]]:
+        one, two = (replace(made(n), memory={"temporaries": 5 * n, "total": 5 * n}, capacity=capacity) for n in (1, 2))
+        found = ahead.extrapolate(one, two, 10)
+        return found.fits, found.notes
+
+    assert told(75) == (True, ())
+    assert told(74) == told(50) == (True, ("it fits by less than that: only --layers whole can tell",))
+    assert told(49) == (False, ())
 
 
 def test_nothing_is_derived_from_what_does_not_fit() -> None:
@@ -267,6 +289,12 @@ def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_mode_is_one_of_three() -> None:
     with pytest.raises(ConfigError, match="--layers some asked; write one of auto, whole, few"):
         estimate(layers="some")
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0])
+def test_a_limit_is_a_number_above_zero(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"--seconds .* asked; give a number above 0"):
+        estimate(seconds=seconds)
 
 
 def test_an_estimate_takes_no_memory_for_weights() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def estimate_text(
     and for the last also by its compiler, within ``seconds``."""
     if layers not in MODES:
         raise ConfigError(f"--layers {layers} asked; write one of {', '.join(MODES)}")
+    if not 0 < seconds < math.inf:  # not a number is neither
+        raise ConfigError(f"--seconds {seconds} asked; give a number above 0")
     config = TrainConfig.load(recipe, overrides)
     if compile_for is None:
         prepared, target = _prepared(config, nproc, backend, Assumption.parse(assumed)), ""

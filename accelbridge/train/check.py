@@ -29,7 +29,7 @@ def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabil
         if devices % rest:
             raise ConfigError(
                 f"{_product(asked)} asked; the run has {_devices(devices)}, "
-                f"not a multiple of {rest}; set --nproc to a multiple of {rest}, or other degrees"
+                f"not a multiple of {rest}; set other degrees, or take a multiple of {rest} devices (--nproc)"
             )
         dp_shard = devices // rest
     layout = Layout(
@@ -45,7 +45,8 @@ def resolve_layout(parallel: ParallelConfig, devices: int, capabilities: Capabil
     if layout.size != devices:
         raise ConfigError(
             f"{_product({**asked, 'dp_shard': dp_shard})} asked, which takes "
-            f"{_devices(layout.size)}; the run has {devices}; set --nproc {layout.size}, or parallel.dp_shard: auto"
+            f"{_devices(layout.size)}; the run has {devices}; set parallel.dp_shard: auto, or take "
+            f"{layout.size} devices (--nproc {layout.size})"
         )
     return layout
 

@@ -23,8 +23,11 @@ from typing import Any
 
 from accelbridge.backend import Compiled, CompileTimeout, Execution, Support, unsupported
 from accelbridge.errors import AccelbridgeError, BackendError, ConfigError
+from accelbridge_xla.ahead import hlo
+from accelbridge_xla.ahead.products import repeated_flops
 from accelbridge_xla.ahead.targets import GIB, Target, parse
 from accelbridge_xla.ahead.traffic import traffic
+from accelbridge_xla.backend import _mismatch
 from accelbridge_xla.hardware import PLATFORM_VARIABLE, VIRTUAL_VARIABLE
 
 COMPILER = "ACCELBRIDGE_TPU_COMPILER_PYTHON"
@@ -51,6 +54,8 @@ def compile_ahead(target: str, step: Callable[[Execution], None], seconds: float
     described, devices = parse(chip, topology)
     if find_spec("torch_xla") is None:
         return unsupported(_NO_TORCH_XLA)
+    if mismatch := _mismatch({name: found for name in ("torch", "torch_xla") if (found := _version(name))}):
+        return unsupported(mismatch)
     python = compiler()
     if isinstance(python, Support):
         return python
@@ -153,17 +158,28 @@ def _report(folder: Path, target: Target, devices: int) -> Compiled:
     }
     if "error" in found:
         return _too_large(found["error"], program, target, common)
-    calls, notes = traffic((folder / "optimised.hlo").read_text())
-    memory = _memory(found["memory"], program)
+    optimised = hlo.read((folder / "optimised.hlo").read_text())
+    flops, notes = _flops(found["cost"].get("flops"), optimised)
     return Compiled(
         fits=True,  # else the compiler would have refused
-        memory=memory,
+        memory=_memory(found["memory"], program),
         capacity=target.memory_bytes,
-        flops=found["cost"].get("flops"),
-        collectives=calls,
+        flops=flops,
+        collectives=traffic(optimised),
         notes=notes,
         **common,
     )
+
+
+def _flops(counted: float | None, optimised: hlo.Program) -> tuple[float | None, tuple[str, ...]]:
+    """Of one run, and notes on how they and the collectives were counted."""
+    notes: list[str] = []
+    if optimised.unknown_loops:
+        notes.append(f"{optimised.unknown_loops} loops of unknown length: what is in them counts once")
+    if counted is None or not (repeated := repeated_flops(optimised)):
+        return counted, tuple(notes)
+    notes.append(f"the compiler counts a loop once; {repeated:.4g} FLOPs of the further runs of its products are added")
+    return counted + repeated, tuple(notes)
 
 
 def _memory(stats: dict[str, int], program: dict[str, Any]) -> dict[str, int]:

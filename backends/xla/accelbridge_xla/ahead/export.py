@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 
 from accelbridge.errors import AccelbridgeError
+from accelbridge_xla.ahead.compile_tpu import end_with_parent
 from accelbridge_xla.ahead.recording import RecordingExecution
 from accelbridge_xla.device import XlaDevice
 
 
 def main(folder: Path) -> None:
     began = time.monotonic()
+    end_with_parent()
     step = pickle.loads((folder / "step.pickle").read_bytes())
     execution = RecordingExecution(XlaDevice())
     try:
