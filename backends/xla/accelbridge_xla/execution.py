@@ -11,7 +11,7 @@ between its forward and its backward use, which stage 3 promises in the eager mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -27,6 +27,7 @@ from accelbridge_xla.adamw import OnDeviceAdamW
 from accelbridge_xla.hardware import ONE_PROCESS
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
 from accelbridge_xla.vendor import sdk
+from accelbridge_xla.watch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,6 +50,7 @@ class XlaExecution(Execution):
         """By id of the parameter, which the model keeps alive."""
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._watch = StepWatch()
 
     def devices_per_process(self, devices: int) -> int:
         return max(1, devices)
@@ -66,6 +68,7 @@ class XlaExecution(Execution):
             )
         self._layout = layout
         self._annotator = Annotator(layout)
+        self._watch = StepWatch()
 
     def close(self) -> None:
         self._annotator = self._model = self._optimizer = self.gradients = None
@@ -84,6 +87,7 @@ class XlaExecution(Execution):
         return range(self._layout.data_parallel)
 
     def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._watch.placed(batch)
         return {name: self._move(tensor, (DATA, *[None] * (tensor.dim() - 1))) for name, tensor in batch.items()}
 
     def _move(self, x: Tensor, where: Place) -> Tensor:
@@ -166,7 +170,7 @@ class XlaExecution(Execution):
     # ---- step
 
     def microbatch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._watch.microbatch(index)
 
     def sum(self, x: Tensor) -> Tensor:
         return x  # modules see global tensors: it is the sum already
@@ -193,6 +197,7 @@ class XlaExecution(Execution):
     def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
         self._pin()
         sdk().sync()
+        self._watch.step_done()
         return {name: v.detach() if isinstance(v, Tensor) else v for name, v in (values or {}).items()}
 
     def _pin(self) -> None:
