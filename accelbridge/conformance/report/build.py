@@ -78,7 +78,8 @@ def _waived(id: str, status: Status, code: str, waivers: Iterable[Waiver]) -> tu
 
 def levels(asked: Sequence[str], tests: Mapping[str, Test], patched: Sequence[str] = ()) -> dict[str, Level]:
     """Whether each level that the ``asked`` ones rest upon is held: every id of its list must be there and pass, or
-    be declared absent where the level can do without (:data:`HOLDS`), and torch be as it was installed (``patched`` names what is not)."""
+    be declared absent where the level can do without it (:data:`HOLDS`), and torch be as it was installed (``patched``
+    names what is not)."""
     needed = {needed for level in asked for needed in NEEDS[level]}
     return {level: _level(must_pass(level), tests, patched) for level in LEVELS if level in needed}
 

@@ -284,7 +284,7 @@ def _left_by_a_kill(t: Bench) -> None:
         t.run(run.save)
         want = on_host(state(t, run))
         step(t, run)
-        with mock.patch.object(os, "fsync", lambda _: moment.exists() or shutil.copytree(root, moment)):
+        with mock.patch.object(os, "fsync", side_effect=lambda _: moment.exists() or shutil.copytree(root, moment)):
             t.run(run.save)
     t.same(_names(moment), ["step_1"], "complete checkpoints", code="STATE")
     partial = [path for path in moment.iterdir() if path.name != "step_1"]

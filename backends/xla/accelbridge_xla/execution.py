@@ -22,7 +22,7 @@ from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.portable.evaluation import without_training
-from accelbridge_xla import bfloat16
+from accelbridge_xla import bfloat16, traps
 from accelbridge_xla.adamw import OnDeviceAdamW
 from accelbridge_xla.hardware import ONE_PROCESS
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
@@ -66,6 +66,7 @@ class XlaExecution(Execution):
                 f"a layout of {layout.size} devices asked; the XLA runtime has {found}; they were counted on the PCI "
                 "bus or in CPU_NUM_DEVICES before it started: see whether another process holds some of them"
             )
+        traps.refuse_operations()
         self._layout = layout
         self._annotator = Annotator(layout)
         self._watch = StepWatch()
@@ -117,6 +118,7 @@ class XlaExecution(Execution):
                 f"a model with buffer {buffer} on the meta device; buffers have no rule to be filled; "
                 "build the model on the CPU, or compute the buffer in forward"
             )
+        traps.check_model(model)
         self._model = model
         made = self._move_parameters(model, spec, initialise)
         for module in model.modules():

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,8 +62,8 @@ class StepWatch:
             self._told.add(operation)
             self._tell(
                 line,
-                f"{line} reads a tensor on the host ({operation}), in every step: the step is cut in two there, and the "
-                "host waits for the devices; keep the value a tensor, or read it from the metrics",
+                f"{line} reads a tensor on the host ({operation}), in every step: the step is cut in two there, and "
+                "the host waits for the devices; keep the value a tensor, or read it from the metrics",
             )
 
     def step_done(self) -> None:
