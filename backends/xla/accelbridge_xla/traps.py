@@ -61,7 +61,7 @@ def check_model(model: nn.Module) -> None:
                 raise ConfigError(
                     f"module {name or type(module).__name__} calls xla_model.{found} in {method.__qualname__} "
                     f"({line}); one process drives all devices here, of which torch_xla 2.9.0 sees one, and returns "
-                    "the operand without an error; leave it out: tensors are whole, and the compiler inserts what is needed"
+                    "the operand without an error; leave it out: tensors are whole, and the compiler inserts the rest"
                 )
 
 
