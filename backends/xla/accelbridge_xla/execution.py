@@ -41,6 +41,7 @@ class XlaExecution(Execution):
 
     model: ClassVar[str] = "spmd"
     gathers_in: ClassVar[str] = "params"
+    compiles_shapes: ClassVar[bool] = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
