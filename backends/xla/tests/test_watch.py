@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from accelbridge import Trainer
 from backends.xla.tests import environment, watch_worker
 
 HERE = Path(__file__).parent
@@ -83,7 +84,7 @@ def test_batches_of_many_lengths_are_padded_to_few_and_that_is_said(folder: Path
         1,
         1,
     ]
-    watch_worker.lengths(tmp_path / "cpu", "cpu")
+    watch_worker.lengths(tmp_path / "cpu", "cpu", Trainer)
     ours, theirs = (_losses(path) for path in (folder / "lengths", tmp_path / "cpu"))
     assert len(ours) == watch_worker.STEPS
     assert ours == pytest.approx(theirs, rel=1e-5)

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
-from torch_xla.experimental.stablehlo_custom_call import place_to_host
 
 from accelbridge.backend import Precision, World
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.precision import formats
 from accelbridge_xla.backend import XlaBackend
+from accelbridge_xla.vendor import sdk
+
+xm, xs, xr = sdk("core.xla_model"), sdk("distributed.spmd"), sdk("runtime")
+place_to_host = sdk("experimental.stablehlo_custom_call").place_to_host
 
 DEVICES = 4
 ROWS = torch.arange(8.0).reshape(DEVICES, 2)
@@ -68,9 +68,9 @@ MODULES: dict[str, type[nn.Module]] = {
 
 def manually(model: nn.Module) -> Tensor:
     """``model`` of the part of each device, as manual sharding gives it."""
-    torch_xla.runtime.use_spmd()
+    xr.use_spmd()
     mesh = xs.Mesh(np.arange(DEVICES), (DEVICES,), ("devices",))
-    x = ROWS.to(torch_xla.device())
+    x = ROWS.to(sdk().device())
     xs.mark_sharding(x, mesh, ("devices", None))
     part = xs.enable_manual_sharding(x, ("devices", None), mesh=mesh).global_tensor
     out = model(part)
@@ -80,8 +80,8 @@ def manually(model: nn.Module) -> Tensor:
 def bare(model: nn.Module) -> Tensor:
     if isinstance(model, (Reduces, Gathers)):
         return manually(model)
-    torch_xla.runtime.use_spmd()
-    return model(ROWS.to(torch_xla.device()))
+    xr.use_spmd()
+    return model(ROWS.to(sdk().device()))
 
 
 def guarded(model: nn.Module) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from accelbridge_xla.watch import counters
 STEPS, ROWS, LENGTHS = 6, 4, (24, 20, 12, 24, 23, 13)
 MODEL = {"vocab_size": 16, "dim": 16, "layers": 1, "heads": 2, "ffn_dim": 24}
 Extra = Callable[[Tensor, int], Any]
+Trained = TypeVar("Trained", bound=Trainer)
 
 
 def read(total: Tensor, _: int) -> float:
@@ -87,9 +88,11 @@ class Sentences:
 class CountingTrainer(Trainer):
     """Notes the counters after each step."""
 
+    counted: tuple[dict[str, int], ...] = ()
+
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         values = super().train_step(microbatches)
-        self.counted = [*getattr(self, "counted", []), counters()]
+        self.counted = (*self.counted, counters())
         return values
 
 
@@ -103,7 +106,7 @@ def recipe(output: Path, backend: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def lengths(output: Path, backend: str, kind: type[Trainer] = Trainer) -> Trainer:
+def lengths(output: Path, backend: str, kind: Callable[..., Trained]) -> Trained:
     """A language model, run over batches of several lengths."""
     trainer = kind(recipe(output, backend) | {"model": MODEL}, data=Sentences())
     trainer.fit()
