@@ -10,6 +10,7 @@ between its forward and its backward use, which stage 3 promises in the eager mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -24,13 +25,15 @@ from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.portable.evaluation import without_training
 from accelbridge_xla import bfloat16, traps
 from accelbridge_xla.adamw import OnDeviceAdamW
-from accelbridge_xla.hardware import ONE_PROCESS
+from accelbridge_xla.hardware import ONE_PROCESS, without_cache
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
 from accelbridge_xla.vendor import sdk
 from accelbridge_xla.watch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+_log = logging.getLogger("accelbridge.xla")
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
 Finish = Callable[[str, nn.Module], None]
@@ -68,6 +71,8 @@ class XlaExecution(Execution):
                 "bus or in CPU_NUM_DEVICES before it started: see whether another process holds some of them"
             )
         traps.refuse_operations()
+        if note := without_cache():
+            _log.warning("%s", note)
         self._layout = layout
         self._annotator = Annotator(layout)
         self._watch = StepWatch()
