@@ -597,6 +597,9 @@ class Execution(ABC):
     gathers_in: ClassVar[str] = "compute"
     """In which of a run's dtypes sharded parameters are gathered: "compute" or "params"."""
 
+    compiles_shapes: ClassVar[bool] = False
+    """Whether each shape of a batch is a program to compile, so that batches should have few."""
+
     device: torch.device
     """Where the batch lies; known after :meth:`start`."""
 

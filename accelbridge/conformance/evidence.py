@@ -33,7 +33,8 @@ def strength(backend: Backend, probe: Probe) -> str:
     A backend of host processors runs on the host: hardware. Any other needs every one of its devices shown by the
     operating system, at the path that its probe gives. Without one it is the vendor's runtime, if the module behind
     its ``torch.device`` type comes from an installed distribution that is neither torch nor the plugin itself; all
-    else is simulated.
+    else is simulated. That module is ``torch.<type>``, or, for a type that torch names and gives no module, the loaded
+    package ``torch_<type>``.
     """
     if backend.device_type == "cpu" and not backend.accelerator:
         return "hardware"
@@ -42,7 +43,8 @@ def strength(backend: Backend, probe: Probe) -> str:
         return "hardware"
     import torch
 
-    module = getattr(torch, backend.device_type, None)
+    kind = backend.device_type
+    module = getattr(torch, kind, None) or sys.modules.get(f"torch_{kind}")
     owner = _distribution(module) if module is not None else ""
     return "vendor runtime" if owner and owner not in ("torch", _distribution(type(backend))) else "simulated"
 

@@ -58,7 +58,7 @@ class Case:
     revision: int = 1
     spmd: Body | str | None = None
     """Its meaning under the spmd execution model, in one process: another body, or why it holds no question there
-    (NOT_SUPPORTED with that reason). None: the same body, and the same numbers of ranks."""
+    (NOT_SUPPORTED with that reason). None: the same body, in the one process that drives all devices."""
 
     def body_under(self, execution: str) -> Body:
         """What runs under that execution model."""

@@ -76,15 +76,17 @@ class Runner:
             yield outcome, red
 
     def _worlds(self, case: Case) -> tuple[int, ...]:
-        return (1,) if self.spmd and case.spmd is not None else case.worlds
+        """Numbers of ranks; under spmd one process drives all devices."""
+        return (1,) if self.spmd else case.worlds
 
     def _at(self, case: Case, world: int) -> Outcome:
         if self._broken:
             return Outcome(case.id, world, Status.CRASH, "START", self._broken)
         if self.spmd and isinstance(case.spmd, str):
             return Outcome(case.id, world, Status.NOT_SUPPORTED, "SPMD", case.spmd)
-        if world > self.devices:
-            text = f"{world} devices needed, {self.devices} found"
+        needed = min(case.worlds) if self.spmd else world
+        if needed > self.devices:
+            text = f"{needed} devices needed, {self.devices} found"
             return Outcome(case.id, world, Status.RESOURCE_ERROR, "DEVICES", text)
         # What a fault does hangs on no number: once is enough, and each costs new processes.
         seeds = self.seeds[:1] if case.fresh else self.seeds

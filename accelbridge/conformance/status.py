@@ -11,7 +11,7 @@ class Status(StrEnum):
 
     PASS = "PASS"
     NOT_SUPPORTED = "NOT_SUPPORTED"
-    """Declared absent, and the level does not ask for it."""
+    """Declared absent, or without a question under this execution model; the level does not ask for it."""
     WAIVED = "WAIVED"
     """Failed as an approved waiver says it does."""
     XPASS_WAIVER = "XPASS_WAIVER"
@@ -35,8 +35,9 @@ class Status(StrEnum):
 
 
 _ORDER = list(Status)
-HOLDS = frozenset({Status.PASS, Status.WAIVED})
-"""What a mandatory test may end with; an optional one may be NOT_SUPPORTED too."""
+HOLDS = frozenset({Status.PASS, Status.WAIVED, Status.NOT_SUPPORTED})
+"""What a mandatory test may end with. NOT_SUPPORTED comes only of what a test may do without: an absent cell that its
+level demands is a failure (:meth:`Bench.require`, INF-004, INF-013)."""
 
 
 def worst(statuses: Iterable[Status]) -> Status:

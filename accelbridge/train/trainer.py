@@ -25,6 +25,7 @@ from accelbridge.checkpoint.load import load
 from accelbridge.checkpoint.manifest import Manifest, skipped_data
 from accelbridge.checkpoint.retention import Retention
 from accelbridge.checkpoint.save import Checkpointer
+from accelbridge.data.lengths import Lengths
 from accelbridge.data.loader import (
     Loader,
     Prefetcher,
@@ -226,7 +227,7 @@ class Trainer:
         and the number of targets of the whole step, both on the device."""
         execution, model = self.execution, self.model
         passes = self._captured or self._passes
-        batches = [execution.place(self._with_dropout_keys(batch)) for batch in microbatches]
+        batches = [execution.place(self._with_dropout_keys(self._few_lengths(batch))) for batch in microbatches]
         dropout_keys = [batch.pop(_DROPOUT_KEYS, None) for batch in batches]
         targets = execution.sum(torch.stack([self.loss.count(batch).float() for batch in batches]).sum())
         total = torch.zeros_like(targets)
@@ -284,6 +285,9 @@ class Trainer:
         """The position in the data: global batches taken or skipped before the next step."""
         return self.step + self.skipped_data
 
+    def _few_lengths(self, batch: Batch) -> Batch:
+        return batch if self._lengths is None else self._lengths.pad(batch)
+
     def _with_dropout_keys(self, batch: Batch) -> Batch:
         """The batch, and what its dropout masks are drawn by where the model has any: placed as its rows are."""
         if not self._draws_dropout:
@@ -305,7 +309,7 @@ class Trainer:
         totals: list[Tensor] = []
         with self.execution.evaluation(self.model):
             for batch in batches:
-                placed = self.execution.place(batch)
+                placed = self.execution.place(self._few_lengths(batch))
                 totals.append(evaluate_batch(self.loss, self.model, placed))
                 self.execution.end_step()
         # One reduction over a tree of float32 sums: not every device has float64.
@@ -429,6 +433,7 @@ class Trainer:
         elif self.prepared.layout.tp > 1:
             model.register_forward_hook(gather_split)
         self.loss: Loss = self._loss or NextTokenLoss(model, config.memory.chunked_loss)
+        self._lengths = Lengths(config.train.seq_len) if self._loss is None and self.execution.compiles_shapes else None
         materialised = not any(p.is_meta for p in model.parameters())
         if materialised:
             check_equal(model, self.execution.control_group)

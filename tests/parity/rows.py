@@ -110,16 +110,25 @@ SIM_ROWS: tuple[Row, ...] = (
     Row("simulated, tp 2", 2, _and(SIM, TP2), evidence=SIMULATED, twin="portable ops, tp 2"),
 )
 
+
+def _spmd(layout: str, devices: int, sections: Sections, reference: str = "1 device") -> Row:
+    return Row(f"XLA spmd, {layout}", devices, sections, reference, NO_CHIP)
+
+
 SPMD_ROWS: tuple[Row, ...] = (
-    Row("XLA spmd, shard 2 x tp 2", 4, TP2, evidence=NO_CHIP),
-    Row("XLA spmd, shard 2 x tp 2, accumulation 4", 4, _and(TP2, _microbatch(1)), evidence=NO_CHIP),
-    Row("XLA spmd, tied, shard 2 x tp 2", 4, _and(TIED, TP2), "tied, 1 device", NO_CHIP),
-    Row(
-        "XLA spmd, dropout 0.1, shard 2 x tp 2, sequence parallel",
-        4,
-        _and(DROPOUT, TP2_SP),
-        "dropout 0.1, 1 device",
-        NO_CHIP,
-    ),
+    _spmd("shard 2 x tp 2", 4, TP2),
+    _spmd("shard 2 x tp 2, accumulation 4", 4, _and(TP2, _microbatch(1))),
+    _spmd("tied, shard 2 x tp 2", 4, _and(TIED, TP2), "tied, 1 device"),
+    _spmd("dropout 0.1, shard 2 x tp 2, sequence parallel", 4, _and(DROPOUT, TP2_SP), "dropout 0.1, 1 device"),
+    _spmd("replicate 4", 4, _layout(dp_replicate=4)),
+    _spmd("shard 4", 4, {}),
+    _spmd("tp 4", 4, TP4),
+    _spmd("shard 2 x tp 2, sequence parallel", 4, TP2_SP),
+    _spmd("replicate 8", 8, _layout(dp_replicate=8)),
+    _spmd("shard 8", 8, {}),
+    _spmd("replicate 2 x tp 4", 8, _layout(dp_replicate=2, tp=4)),
+    _spmd("shard 4 x tp 2", 8, TP2),
+    _spmd("shard 2 x tp 4, sequence parallel", 8, _layout(tp=4, sequence_parallel=True)),
 )
-"""Measured by backends/xla/tests/spmd_parity.py, in an environment of its own."""
+"""Measured by backends/xla/tests/spmd_parity.py, in an environment of its own. The model has 4 heads, which is as many
+ways as tp can split it."""

@@ -77,8 +77,9 @@ def _waived(id: str, status: Status, code: str, waivers: Iterable[Waiver]) -> tu
 
 
 def levels(asked: Sequence[str], tests: Mapping[str, Test], patched: Sequence[str] = ()) -> dict[str, Level]:
-    """Whether each level that the ``asked`` ones rest upon is held: every id of its list must be there and pass, and
-    torch be as it was installed (``patched`` names what is not)."""
+    """Whether each level that the ``asked`` ones rest upon is held: every id of its list must be there and pass, or
+    be declared absent where the level can do without it (:data:`HOLDS`), and torch be as it was installed (``patched``
+    names what is not)."""
     needed = {needed for level in asked for needed in NEEDS[level]}
     return {level: _level(must_pass(level), tests, patched) for level in LEVELS if level in needed}
 
@@ -89,10 +90,11 @@ def _level(required: list[str], tests: Mapping[str, Test], patched: Sequence[str
     blocking = [f"{id} {status.value}" for id, status in found.items() if status not in HOLDS]
     blocking += [f"torch PATCHED {name}" for name in patched]
     return Level(
-        held=bool(required) and not blocking,
+        held=Status.PASS in found.values() and not blocking,
         required=len(required),
         passed=sum(status == Status.PASS for status in found.values()),
         waived=sum(status == Status.WAIVED for status in found.values()),
+        not_supported=sum(status == Status.NOT_SUPPORTED for status in found.values()),
         evidence=weakest([test.evidence for test in there]),  # pyright: ignore[reportArgumentType]
         emulated=any(test.emulated for test in there),
         blocking=blocking,
@@ -107,11 +109,12 @@ def headline(asked: Sequence[str], found: Mapping[str, Level], tests: Iterable[T
         required, passed = sum(p.required for p in parts), sum(p.passed for p in parts)
         held = "held" if all(p.held for p in parts) else "NOT held"
         proof = weakest([p.evidence for p in parts]) + (", in part emulated" if any(p.emulated for p in parts) else "")
-        waived = sum(p.waived for p in parts)
-        counted.append(f"{level} {held}: {passed}/{required} pass, {waived} waived; evidence: {proof}")
+        waived, absent = sum(p.waived for p in parts), sum(p.not_supported for p in parts)
+        counted.append(
+            f"{level} {held}: {passed}/{required} pass, {absent} not supported, {waived} waived; evidence: {proof}"
+        )
     falsified = [row.falsified for row in rows if row.falsified is not None]
-    absent = sum(row.status == Status.NOT_SUPPORTED for row in rows)
-    return "; ".join(counted) + f"; falsified {sum(falsified)}/{len(rows)}; {absent} not supported"
+    return "; ".join(counted) + f"; falsified {sum(falsified)}/{len(rows)}"
 
 
 def summary(tests: Iterable[Test]) -> dict[str, int]:

@@ -172,6 +172,8 @@ class Level(_Part):
     required: int
     passed: int
     waived: int
+    not_supported: int = 0
+    """Of what the level can do without, declared absent; or no question under the backend's execution model."""
     evidence: Strength
     """Of its weakest mandatory test."""
     emulated: bool

@@ -181,7 +181,23 @@ def uneven_shards(t: Bench) -> None:
             equal_all(t, state(t, run), want, name)
 
 
-@case("CKP-004", "train", worlds=(4,), group=False)
+def _between_layouts(t: Bench) -> None:
+    """What all devices wrote in one layout they read in the next, and the last one's in the first: whole parameters and
+    moments have equal bits. Shards are unequal, some are empty."""
+    kinds = list(layouts(t, stages=(1, 3)).items())
+    for (before, first), (after, second) in zip(kinds, [*kinds[1:], kinds[0]], strict=True):
+        label = f"{before} to {after}"
+        with trainer(t, before, Given(**_parameters(t)), _gradients(t), loss=Inner(), parallel=first) as run:
+            step(t, run)
+            t.run(run.save)
+            want = on_host(state(t, run))
+        path = _folder(t, before, 1)
+        _check_file(t, path, want, label)
+        with trainer(t, label, _zeros(), _gradients(t), loss=Inner(), resume=path, parallel=second) as run:
+            equal_all(t, state(t, run), want, label)
+
+
+@case("CKP-004", "train", worlds=(4,), group=False, spmd=_between_layouts)
 def resharded(t: Bench) -> None:
     """What 2 ranks wrote 4 read, what 4 wrote 2 read, and 1: whole parameters and moments have equal bits.
 
@@ -221,7 +237,8 @@ def asynchronous_save(t: Bench) -> None:
         want = on_host(state(t, run))
         t.run(run.save)
         with torch.no_grad():
-            for tensor in run.execution.state(run.model, run.optimizer).values():
+            moments = [value for of_one in run.optimizer.state.values() for value in of_one.values()]
+            for tensor in [*run.model.parameters(), *moments]:
                 tensor.add_(1)
         t.run(run.checkpointer.wait)
     zeros = Given(**{name: torch.zeros_like(p) for name, p in start.items()})
@@ -255,7 +272,37 @@ def _die(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@case("CKP-005", "train", worlds=(2,), group=False, fresh=True, exits=True)
+def _left_by_a_kill(t: Bench) -> None:
+    """What lies on the disk while the process makes a checkpoint durable, which is what it leaves if it is killed then,
+    is no checkpoint and is refused, and the one before still loads exactly. There is no other rank to be told.
+
+    The folder is copied as it is in fsync of the shard.
+    """
+    root, moment = t.folder / "first" / "checkpoints", t.folder / "killed"
+    with trainer(t, "first", Given(**_parameters(t)), _gradients(t), loss=Inner()) as run:
+        step(t, run)
+        t.run(run.save)
+        want = on_host(state(t, run))
+        step(t, run)
+        with mock.patch.object(os, "fsync", side_effect=lambda _: moment.exists() or shutil.copytree(root, moment)):
+            t.run(run.save)
+    t.same(_names(moment), ["step_1"], "complete checkpoints", code="STATE")
+    partial = [path for path in moment.iterdir() if path.name != "step_1"]
+    t.at_least(len(partial), 1, "folders that were being written", code="STATE")
+    _refused(t, partial)
+    with trainer(t, "second", _zeros(), _gradients(t), loss=Inner(), resume=moment / "step_1") as run:
+        equal_all(t, state(t, run), want)
+
+
+def _refused(t: Bench, folders: list[Path]) -> None:
+    """No run starts from ``folders``."""
+    for left in folders:
+        with launched(t, left.name, 1):
+            asked = recipe(t, "refused", {})
+            t.raises(CheckpointError, Trainer, asked, model=_zeros(), data=_gradients(t), loss=Inner(), resume=left)
+
+
+@case("CKP-005", "train", worlds=(2,), group=False, fresh=True, exits=True, spmd=_left_by_a_kill)
 def killed_while_saving(t: Bench) -> None:
     """A rank that is killed while it makes its part of a checkpoint durable: the others get an error, what was written
     of it is no checkpoint and is refused, and the one before still loads exactly.
@@ -274,10 +321,7 @@ def killed_while_saving(t: Bench) -> None:
         if error is not None:
             raise error  # as it would end a run
     t.same(_names(root), ["step_1"], "complete checkpoints", code="STATE")
-    for left in [path for path in root.iterdir() if path.name != "step_1"]:
-        with launched(t, left.name, 1):
-            asked = recipe(t, "refused", {})
-            t.raises(CheckpointError, Trainer, asked, model=_zeros(), data=_gradients(t), loss=Inner(), resume=left)
+    _refused(t, [path for path in root.iterdir() if path.name != "step_1"])
     with trainer(t, "second", _zeros(), _gradients(t), loss=Inner(), resume=root / "step_1", size=1) as run:
         equal_all(t, state(t, run), want)
 

@@ -183,8 +183,18 @@ def weights(t: Bench, trainer: Trainer) -> dict[str, Tensor]:
 
 def state(t: Bench, trainer: Trainer) -> dict[str, Tensor]:
     """Parameters, buffers and the optimizer's state by their names in a checkpoint, whole, on the device."""
+    if trainer.execution.model == "spmd":  # what it gives a checkpoint are copies on the host
+        return _on_device(trainer)
     found = trainer.execution.state(trainer.model, trainer.optimizer)
     return {name: whole(t, tensor) for name, tensor in found.items()}
+
+
+def _on_device(trainer: Trainer) -> dict[str, Tensor]:
+    found = {f"model.{name}": tensor.detach() for name, tensor in trainer.model.state_dict().items()}
+    for name, parameter in trainer.model.named_parameters():
+        moments = trainer.optimizer.state.get(parameter, {})
+        found |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    return found
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ between its forward and its backward use, which stage 3 promises in the eager mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -22,14 +23,17 @@ from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec
 from accelbridge.portable.evaluation import without_training
-from accelbridge_xla import bfloat16
+from accelbridge_xla import bfloat16, traps
 from accelbridge_xla.adamw import OnDeviceAdamW
-from accelbridge_xla.hardware import ONE_PROCESS
+from accelbridge_xla.hardware import ONE_PROCESS, without_cache
 from accelbridge_xla.sharding import DATA, Annotator, Place, Places, constrain_activations, places, read_gathered
 from accelbridge_xla.vendor import sdk
+from accelbridge_xla.watch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+_log = logging.getLogger("accelbridge.xla")
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
 Finish = Callable[[str, nn.Module], None]
@@ -40,6 +44,7 @@ class XlaExecution(Execution):
 
     model: ClassVar[str] = "spmd"
     gathers_in: ClassVar[str] = "params"
+    compiles_shapes: ClassVar[bool] = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -49,6 +54,7 @@ class XlaExecution(Execution):
         """By id of the parameter, which the model keeps alive."""
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._watch = StepWatch()
 
     def devices_per_process(self, devices: int) -> int:
         return max(1, devices)
@@ -64,8 +70,12 @@ class XlaExecution(Execution):
                 f"a layout of {layout.size} devices asked; the XLA runtime has {found}; they were counted on the PCI "
                 "bus or in CPU_NUM_DEVICES before it started: see whether another process holds some of them"
             )
+        traps.refuse_operations()
+        if note := without_cache():
+            _log.warning("%s", note)
         self._layout = layout
         self._annotator = Annotator(layout)
+        self._watch = StepWatch()
 
     def close(self) -> None:
         self._annotator = self._model = self._optimizer = self.gradients = None
@@ -84,6 +94,7 @@ class XlaExecution(Execution):
         return range(self._layout.data_parallel)
 
     def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._watch.placed(batch)
         return {name: self._move(tensor, (DATA, *[None] * (tensor.dim() - 1))) for name, tensor in batch.items()}
 
     def _move(self, x: Tensor, where: Place) -> Tensor:
@@ -116,6 +127,7 @@ class XlaExecution(Execution):
                 f"a model with buffer {buffer} on the meta device; buffers have no rule to be filled; "
                 "build the model on the CPU, or compute the buffer in forward"
             )
+        traps.check_model(model)
         self._model = model
         made = self._move_parameters(model, spec, initialise)
         for module in model.modules():
@@ -169,7 +181,7 @@ class XlaExecution(Execution):
     # ---- step
 
     def microbatch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._watch.microbatch(index)
 
     def sum(self, x: Tensor) -> Tensor:
         return x  # modules see global tensors: it is the sum already
@@ -196,6 +208,7 @@ class XlaExecution(Execution):
     def end_step(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
         self._pin()
         sdk().sync()
+        self._watch.step_done()
         return {name: v.detach() if isinstance(v, Tensor) else v for name, v in (values or {}).items()}
 
     def _pin(self) -> None:

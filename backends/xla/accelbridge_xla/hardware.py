@@ -10,6 +10,8 @@ from accelbridge.backend import Chip
 
 PLATFORM_VARIABLE = "PJRT_DEVICE"
 VIRTUAL_VARIABLE = "CPU_NUM_DEVICES"
+CACHE_VARIABLE = "XLA_PERSISTENT_CACHE_PATH"
+"""Names the folder in which torch_xla keeps compiled programs from one process to the next (torch_xla 2.9.0)."""
 VIRTUAL = "torch_xla on virtual CPU devices"
 """Name of the "chip" where XLA's CPU client stands in for one: evidence for the vendor's runtime, for no chip."""
 
@@ -103,3 +105,15 @@ def chip(name: str) -> Chip:
         if generation.name == name:
             return Chip(name, peak_flops={"bfloat16": generation.bfloat16_flops})
     return Chip(name)
+
+
+def without_cache() -> str:
+    """Why the compiled programs that the environment asks to be kept will not be found again; "" where they will, or
+    nobody asked."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if not folder or find().chip != VIRTUAL:
+        return ""
+    return (
+        f"{CACHE_VARIABLE} {folder} asked; XLA's CPU client writes programs there and cannot read them again "
+        "(torch_xla 2.9.0: UNIMPLEMENTED), so that every process compiles anew; leave it out on virtual devices"
+    )

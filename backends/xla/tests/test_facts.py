@@ -11,8 +11,9 @@ import pytest
 
 from accelbridge.backend import Precision, Request, World
 from accelbridge.errors import BackendError, ConfigError, NotSupportedYet
+from accelbridge.models.config import ModelConfig
 from accelbridge.parallel.layout import Layout
-from accelbridge.train.check import check_processes, check_settings
+from accelbridge.train.check import check_processes, check_settings, check_tensor_parallel, resolve_layout
 from accelbridge.train.config import TrainConfig
 from accelbridge_xla import backend, hardware
 from accelbridge_xla.backend import XlaBackend
@@ -153,6 +154,31 @@ def test_settings_are_refused_when_the_recipe_is_checked(section: str, settings:
     config = TrainConfig.model_validate({section: settings})
     with pytest.raises(ConfigError, match=message):
         check_settings(config, XlaBackend.capabilities("TPU v5e", {}))
+
+
+@pytest.mark.parametrize("axis", ["cp", "pp", "ep"])
+def test_a_layout_that_is_not_realised_is_refused_when_the_recipe_is_checked(axis: str) -> None:
+    parallel = TrainConfig.model_validate({"parallel": {axis: 2}}).parallel
+    with pytest.raises(NotSupportedYet, match=f"parallel.{axis} 2 asked"):
+        resolve_layout(parallel, 4, XlaBackend.capabilities("TPU v5e", {}))
+
+
+def test_a_degree_that_divides_nothing_is_refused_when_the_recipe_is_checked() -> None:
+    layout = resolve_layout(
+        TrainConfig.model_validate({"parallel": {"tp": 4}}).parallel, 8, XlaBackend.capabilities("TPU v5e", {})
+    )
+    with pytest.raises(ConfigError, match=r"parallel.tp 4 asked; it splits model.heads 6, which is not a multiple"):
+        check_tensor_parallel(layout, ModelConfig(vocab_size=64, dim=48, layers=1, heads=6, ffn_dim=64))
+
+
+def test_what_the_cpu_client_cannot_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hardware.CACHE_VARIABLE, "/somewhere")
+    assert hardware.without_cache() == "", "nothing of a device that is not virtual"
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    assert hardware.without_cache().startswith("XLA_PERSISTENT_CACHE_PATH /somewhere asked; XLA's CPU client writes")
+    monkeypatch.delenv(hardware.CACHE_VARIABLE)
+    assert hardware.without_cache() == ""
 
 
 def test_another_precision_is_refused() -> None:

@@ -59,7 +59,8 @@ def lines(folder: Path, name: str) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All runs of this file: the CPU's whole, ours whole, and the second halves from either's checkpoint."""
+    """All runs of this file: the CPU's whole, on one rank and on two, ours whole, and the second halves from a
+    checkpoint of the CPU's two ranks and from ours, there and back."""
     folder = tmp_path_factory.mktemp("xla")
     env = environment.environment(folder / "site")
     store = folder / "store"
@@ -67,13 +68,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ("data", "build", package, store, "--suffix", ".py", "--validation-fraction", "0.1")
     environment.python("-m", "accelbridge", *build, env=env)
     Trainer(recipe(folder, store, "cpu"), backend="cpu").fit()
+    two_ranks(recipe(folder, store, "two_ranks", data=2), env)
     for name in ("whole", "own", "from_cpu", "guarded"):
         recipe(folder, store, name, tp=2, data=2)
-    recipe(folder, store, "cpu_from_xla")
     environment.python(HERE / "worker.py", "train", folder, env=env)
+    back = recipe(folder, store, "cpu_from_xla", data=2)
     worker.copy_half(folder, "whole", "cpu_from_xla")
-    Trainer(folder / "cpu_from_xla.json", backend="cpu", resume="auto").fit()
+    two_ranks(back, env, "--resume", "auto")
     return folder
+
+
+def two_ranks(recipe: Path, env: dict[str, str], *options: str) -> None:
+    """A run of the CPU backend: parameters, gradients and moments are cut in two."""
+    environment.python("-m", "accelbridge", "train", recipe, "--backend", "cpu", "--nproc", "2", *options, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +138,7 @@ def test_resuming_continues_bit_for_bit(folder: Path, found: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", ["from_cpu", "cpu_from_xla"])
 def test_checkpoints_move_between_the_execution_models(folder: Path, name: str) -> None:
+    """From two ranks of the CPU to 2 x 2 devices, and back, against a run that was never interrupted."""
     cpu, moved = lines(folder, "cpu"), lines(folder, name)
     assert list(moved) == list(range(HALF + 1, STEPS + 1))
     for key in ("loss", "grad_norm"):

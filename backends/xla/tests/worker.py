@@ -83,9 +83,9 @@ class CountingTrainer(Trainer):
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Twenty steps at 2 x 2; the last ten again from our own checkpoint, and from one of the CPU's."""
+    """Twenty steps at 2 x 2; the last ten again from our own checkpoint, and from one of two ranks of the CPU."""
     found: dict[str, Any] = {}
-    for name, source in {"whole": None, "own": "whole", "from_cpu": "cpu"}.items():
+    for name, source in {"whole": None, "own": "whole", "from_cpu": "two_ranks"}.items():
         if source is not None:
             copy_half(folder, source, name)
         resume = "auto" if source is not None else "none"
