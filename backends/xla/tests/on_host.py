@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import ClassVar
 
-from accelbridge.backend import Capabilities, Collectives, Device, DeviceInfo, Probe, Support
+from accelbridge.backend import Capabilities, Collectives, Device, DeviceInfo, Probe, Support, unsupported
 from accelbridge.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from accelbridge_xla.eager.backend import TorchTpuBackend
 
@@ -72,7 +72,8 @@ class OnHostBackend(TorchTpuBackend):
             key: Support("emulated", SIMULATED) if cell and key[0] in _SENT else cell
             for key, cell in stated.table.items()
         }
-        return replace(stated, table=table)
+        pinned = unsupported("XLA's CPU client has no allocator of host memory")
+        return replace(stated, table=table, pinned_host_memory=pinned)
 
     @cached_property
     def device(self) -> Device:

@@ -60,4 +60,4 @@ class HostStagedCollectives(TorchCollectives):
         self.library = "gloo, staged through the host (simulated)"
 
     def environment(self, world: World) -> Mapping[str, str]:
-        return {"GLOO_SOCKET_IFNAME": "lo", LIBRARY_VARIABLE: str(plugin_library())}
+        return {"GLOO_SOCKET_IFNAME": "lo", "TF_CPP_MIN_LOG_LEVEL": "3", LIBRARY_VARIABLE: str(plugin_library())}

@@ -39,10 +39,12 @@ def candidates(is_tpu: bool, software: Mapping[str, str]) -> Sequence[Implementa
         return refuse
 
     splash = on_tpu(lambda request: _splash(request, software))
-    return (
-        candidate(FLASH, on_tpu(_flash)),
-        Implementation("attention", "splash", lambda request: splash(request) or FULL, _load_splash),
-    )
+
+    def serves(request: Request) -> Support:
+        against = splash(request)
+        return FULL if against is None else against  # what is unsupported is false
+
+    return (candidate(FLASH, on_tpu(_flash)), Implementation("attention", "splash", serves, _load_splash))
 
 
 def _flash(request: Request) -> Support | None:

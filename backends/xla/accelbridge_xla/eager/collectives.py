@@ -25,8 +25,9 @@ class TorchTpuCollectives(TorchCollectives):
         self.library = type(self).library
 
     def environment(self, world: World) -> Mapping[str, str]:
-        """A run that stays on one host keeps its host traffic on the loopback interface."""
-        return {"GLOO_SOCKET_IFNAME": "lo"} if world.local_size == world.size else {}
+        """A run that stays on one host keeps its host traffic on the loopback interface. XLA logs what it compiles."""
+        here = {"GLOO_SOCKET_IFNAME": "lo"} if world.local_size == world.size else {}
+        return {**here, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
     def launch_environment(self, processes: int) -> Mapping[str, str]:
         """Addresses and topology of the slice, by the vendor's own function, which writes them into ``os.environ``
