@@ -1,5 +1,5 @@
-"""TPUs through PyTorch, by one of two runtimes: PyTorch/XLA (spmd: one process drives every local device, and sharding is
-annotation) or TorchTPU (eager: one process per device)."""
+"""TPUs, by one of two runtimes: PyTorch/XLA (spmd: one process drives every local device, and sharding is annotation) or
+TorchTPU (eager: one process per device)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     torch_xla   PyTorch/XLA, execution model spmd (:mod:`accelbridge_xla.backend`)
     torch_tpu   TorchTPU, execution model eager (:mod:`accelbridge_xla.eager.backend`)
 
-Each is built for some versions of torch, and of released ones (torch_xla 2.9.0; torch_tpu 0.2.0) no torch suits both: so
+Each is built for some versions of torch, and of released ones (torch_xla 2.9.0, torch_tpu 0.2.0) no torch suits both:
 where both are installed, the one that suits the torch beside it serves. ``ACCELBRIDGE_XLA_RUNTIME`` names one instead,
 also for a plan that is only looked at, on a machine with neither.
 """
@@ -68,8 +68,8 @@ def refusal() -> str | None:
 def mismatch(runtime: str, software: Mapping[str, str] | None = None) -> str | None:
     """Why the installed torch, or that in ``software``, does not suit ``runtime``; None where it does.
 
-    torch_xla is built against one minor version of torch and fails to load with any other; its metadata does not say so.
-    torch_tpu holds a library for each version of torch that its metadata allows.
+    torch_xla is built against one minor version of torch and fails to load with any other, which its metadata does not
+    say; torch_tpu holds a library for each version of torch that its metadata allows.
     """
     found = software or {name: text for name in ("torch", runtime) if (text := version_of(name))}
     torch, own = found.get("torch", ""), found.get(runtime, "")

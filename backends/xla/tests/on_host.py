@@ -1,6 +1,6 @@
 """TorchTPU without a TPU, as a backend of its own for tests: what it computes is the vendor's, what it sends is not.
 
-    device        torch_tpu's own runtime, on the OpenXLA CPU plugin (xla-cpu-pjrt) in the place of libtpu: one device per
+    device        torch_tpu's own runtime, on XLA's CPU client (xla-cpu-pjrt) in the place of libtpu: one device per
                   process, whose runtime is told that it is alone. The count of TPUs on the PCI bus is made to answer 1
     collectives   simulated: tensors are copied to the host, sent by gloo, and copied back
 
@@ -11,17 +11,25 @@ that provides the backend; with that folder on the import path, ``xla-on-host`` 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
+
+import pytest
 
 from accelbridge.backend import Capabilities, Collectives, Device, DeviceInfo, Probe, Support, unsupported
 from accelbridge.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from accelbridge_xla.eager.backend import TorchTpuBackend
+
+needs_torch_tpu = pytest.mark.skipif(
+    find_spec("torch_tpu") is None, reason="torch_tpu is not installed here; make test-tpu makes an environment with it"
+)
 
 NAME = "xla-on-host"
 CHIP = "TorchTPU on XLA's CPU client"
@@ -118,6 +126,12 @@ def site(folder: Path) -> Path:
     return folder
 
 
+def _compiled() -> Path:
+    folder = Path(sys.prefix) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def environment(folder: Path) -> dict[str, str]:
     """What makes the backend found, whose :func:`site` is ``folder``."""
     root = Path(__file__).parents[3]
@@ -127,6 +141,6 @@ def environment(folder: Path) -> dict[str, str]:
         "ACCELBRIDGE_PROBE_SECONDS": "60",
         # The runtime is loaded when a process is bound; what autoloading does has a test of its own.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # Programs that XLA compiled before, for this environment; the vendor's own cache, of its third tier.
+        "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(_compiled()),
     }
-
-

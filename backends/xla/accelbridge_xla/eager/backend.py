@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from accelbridge.backend import Attention, Backend, Capabilities, Collectives, Device, Execution, Probe
+from accelbridge.backend import Attention, Backend, Capabilities, Collectives, Device, Execution, Implementation, Probe
 from accelbridge_xla import hardware
 from accelbridge_xla.eager import facts, host
 
@@ -50,6 +50,11 @@ class TorchTpuBackend(Backend):
         found = self.host or self.probe()
         chip, _ = self.chip(found)
         return SdpaAttention(candidates(chip in self.chips.values(), found.software))
+
+    def implementations(self) -> Sequence[Implementation]:
+        from accelbridge.portable.adamw import FUSED_ADAMW
+
+        return (*super().implementations(), FUSED_ADAMW)
 
     @cached_property
     def execution(self) -> Execution:

@@ -65,7 +65,7 @@ class TorchTpuDevice(TorchDevice):
         torch.accelerator.synchronize()
 
     def memory(self) -> Mapping[str, int | None]:
-        """See the interface. A runtime that counts nothing answers 0 everywhere, also of a device with tensors on it."""
+        """See the interface. A runtime that counts nothing answers 0, also of a device with tensors on it."""
         peak = torch.accelerator.max_memory_allocated()
         if not peak:
             return {"allocated": None, "peak": None, "total": None}

@@ -1,7 +1,7 @@
 """What TorchTPU can do, as data with its sources: a pure function of the chip's name and the software. No torch.
 
-Strings named below are those of torch_tpu 0.2.0, csrc/common/glue_2_13_0/libpywrap_2_13_0_common.so. None of it was run on
-a TPU; what XLA's CPU client shows of it is in the README.
+Texts quoted below are those of torch_tpu 0.2.0, csrc/common/glue_2_13_0/libpywrap_2_13_0_common.so. None of it was run
+on a TPU; what XLA's CPU client shows of it is in the README.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelbridge.backend import DeviceInfo, Probe
 from accelbridge_xla import runtimes
-from accelbridge_xla.hardware import GENERATIONS, PCI, generation
+from accelbridge_xla.hardware import PCI, generation
 
 VERSIONS = ("torch", "torch_tpu", "libtpu", "jax")
 LIBRARY_VARIABLE = "TPU_LIBRARY_PATH"
@@ -26,8 +26,8 @@ def probe(pci: Path = PCI, vfio: Path = _VFIO) -> Probe:
         return Probe(False, refusal, software=software, facts=facts)
     if devices and not _has_library():
         reason = (
-            f"{reason}, but libtpu is not installed; install torch_tpu with what it asks for, or set {LIBRARY_VARIABLE} "
-            "to a libtpu.so"
+            f"{reason}, but libtpu is not installed; install torch_tpu with what it asks for, or set "
+            f"{LIBRARY_VARIABLE} to a libtpu.so"
         )
         return Probe(False, reason, software=software, facts=facts)
     return Probe(bool(devices), reason, devices, software, facts)
