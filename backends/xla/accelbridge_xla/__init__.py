@@ -1,4 +1,4 @@
-"""TPUs, by one of two runtimes: PyTorch/XLA (spmd: one process drives every local device, and sharding is annotation) or
+"""TPUs, by one of two runtimes: PyTorch/XLA (spmd: one process drives every local device, sharding is annotation), or
 TorchTPU (eager: one process per device)."""
 
 from __future__ import annotations
