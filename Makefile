@@ -1,12 +1,12 @@
 # make demo: train on real text, on two CPU processes.   make test: lint, types and tests.   make test-sim, test-xla,
-# test-kernels, test-ray: see below.
+# test-tpu, test-kernels, test-ray: see below.
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-kernels test-sim test-xla test-ray toy parity faults kernels certify mutants certify-all install clean
+.PHONY: demo test lint types tests test-kernels test-sim test-xla test-tpu test-ray toy parity faults kernels certify mutants certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -58,7 +58,7 @@ toy: install
 	PYTHON=$(PYTHON) examples/certify-toy.sh
 
 # Everything in full.
-certify-all: test test-kernels test-sim test-xla test-ray parity faults certify mutants
+certify-all: test test-kernels test-sim test-xla test-tpu test-ray parity faults certify mutants
 	$(BIN)/pytest -m full
 
 # The XLA backend on virtual CPU devices, and the core under the oldest torch that it supports; an environment of its own.
@@ -70,6 +70,19 @@ test-xla: .venv-xla/installed .venv-tpu/installed
 .venv-xla/installed: pyproject.toml constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints-xla.txt -e ".[dev,xla]"
+	touch $@
+
+# TorchTPU on this machine's CPU, by XLA's CPU client as a PJRT plugin, in an environment of its own. libtpu is not in it:
+# torch_tpu comes without what it asks for, and must not be loaded by `import torch`, which without libtpu ends the process.
+TORCHTPU := .venv-torchtpu/bin
+HOSTED := absl-py frozendict immutabledict portpicker pyzmq tensorboard
+test-tpu: .venv-torchtpu/installed
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU)/python -m pytest backends/xla/tests/test_torchtpu*.py
+
+.venv-torchtpu/installed: pyproject.toml constraints-torchtpu.txt
+	test -x $(TORCHTPU)/python || $(PYTHON) -m venv .venv-torchtpu
+	$(TORCHTPU)/pip install --quiet --disable-pip-version-check -c constraints-torchtpu.txt --no-deps torch_tpu xla-cpu-pjrt
+	$(TORCHTPU)/pip install --quiet --disable-pip-version-check -c constraints-torchtpu.txt -e ".[dev]" $(HOSTED)
 	touch $@
 
 # libtpu, whose compiler needs no TPU; it is asked in a process of its own, since it comes with jax and not with torch_xla's libraries.
@@ -95,4 +108,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-xla .venv-tpu .venv-ray runs datasets .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla .venv-tpu .venv-torchtpu .venv-ray runs datasets .pytest_cache .ruff_cache

@@ -442,6 +442,11 @@ class Collectives(ABC):
     def environment(self, world: World) -> Mapping[str, str]:
         """Variables the vendor's library wants before it is imported. A value the user has set wins."""
 
+    def launch_environment(self, processes: int) -> Mapping[str, str]:
+        """Variables that the ``processes`` of this host must share, such as ports that are free: asked for once, by the
+        launcher, before it starts them; each inherits them. Under another launcher they are the user's to set."""
+        return {}
+
     def profiles(self) -> Mapping[str, Profile]:
         """Network profiles by name, from which ``backend.profile`` chooses; none by default."""
         return {}

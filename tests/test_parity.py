@@ -11,7 +11,7 @@ from tests.parity import faults
 from tests.parity.compare import Cells, compare
 from tests.parity.envelope import Envelope, envelopes, permuted_runs
 from tests.parity.measure import Run, build_store, run_rows
-from tests.parity.rows import REFERENCES, ROWS, SIM_ROWS, SPMD_ROWS, Row
+from tests.parity.rows import REFERENCES, ROWS, SIM_ROWS, SPMD_ROWS, TORCHTPU_ROWS, Row
 from tests.parity.table import JSON, MARKDOWN, markdown, read
 from tests.ranks import run_ranks
 
@@ -76,7 +76,7 @@ def test_the_table_shows(case: faults.Case, faulty: dict[str, Run], bounds: dict
 
 def test_the_committed_table_is_whole_and_within_bounds() -> None:
     lines = read()
-    assert [name for row in (*ROWS, *SIM_ROWS, *SPMD_ROWS) if (name := row.name) not in lines] == []
+    assert [name for row in (*ROWS, *SIM_ROWS, *SPMD_ROWS, *TORCHTPU_ROWS) if (name := row.name) not in lines] == []
     assert {name: found for name, line in lines.items() if (found := line.faults())} == {}
     assert markdown(lines) == MARKDOWN.read_text(), f"{MARKDOWN.name} is not what {JSON.name} says; run make parity"
 

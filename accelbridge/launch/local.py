@@ -94,6 +94,8 @@ def launch(
     listener = _listen(port)
     os.environ[BY_US] = str(os.getpid())
     apply_environment(collectives, World(size=count, local_size=count))
+    for name, value in collectives.launch_environment(count).items():
+        os.environ.setdefault(name, value)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say below
     spec = WorkerSpec(
         role="rank",

@@ -26,6 +26,7 @@ CANCELLED = 1e-3
 HOST = "hardware: host CPU, gloo"
 SIMULATED = "simulated device"
 NO_CHIP = "vendor runtime, no chip"
+STAGED = f"{NO_CHIP}; collectives simulated"
 
 ALL = frozenset({"free", "forced", "same", "moved"})
 
@@ -132,3 +133,13 @@ SPMD_ROWS: tuple[Row, ...] = (
 )
 """Measured by backends/xla/tests/spmd_parity.py, in an environment of its own. The model has 4 heads, which is as many
 ways as tp can split it."""
+
+TORCHTPU_ROWS: tuple[Row, ...] = (
+    Row("TorchTPU, 1 device", 1, evidence=NO_CHIP),
+    Row("TorchTPU, replicate 2", 2, _layout(dp_replicate=2), evidence=STAGED),
+    Row("TorchTPU, shard 2, ZeRO 3", 2, _layout(zero=3), evidence=STAGED),
+    Row("TorchTPU, shard 2, ZeRO 1, accumulation 2", 2, _and(ZERO1, _microbatch(2)), evidence=STAGED),
+    Row("TorchTPU, tp 2, sequence parallel", 2, TP2_SP, evidence=STAGED),
+    Row("TorchTPU, dropout 0.1, shard 2", 2, DROPOUT, "dropout 0.1, 1 device", STAGED),
+)
+"""Measured by backends/xla/tests/torchtpu_parity.py, in an environment of its own."""

@@ -14,8 +14,8 @@ from tests.parity.rows import ENVELOPE, GRADIENT, LOSS, NO_CHIP
 
 DOCS = Path(__file__).parents[2] / "docs"
 JSON, MARKDOWN = DOCS / "parity.json", DOCS / "parity.md"
-SPMD_LOSS = 1e-4
-"""Bound of losses under spmd, whose compiler reorders and fuses as it likes."""
+XLA_LOSS = 1e-4
+"""Bound of losses of XLA's programs, whose compiler reorders and fuses as it likes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Line:
     date: str
 
     def faults(self) -> list[str]:
-        return self.cells.faults(SPMD_LOSS if self.evidence == NO_CHIP else LOSS)
+        return self.cells.faults(XLA_LOSS if self.evidence.startswith(NO_CHIP) else LOSS)
 
 
 def line(row: str, evidence: str, cells: Cells, software: str) -> Line:
@@ -53,7 +53,7 @@ _TEXT = f"""# Parity
 What every layout does to the numbers of one training run. Made by `make parity`; `tests/test_parity.py` checks it, and
 measures a part of it anew. What the cells are and how they are measured: `tests/parity/__init__.py`.
 
-Bounds: loss and moved {LOSS:g} ({SPMD_LOSS:g} under spmd), norm and gradient {GRADIENT:g}, free norm and weights
+Bounds: loss and moved {LOSS:g} ({XLA_LOSS:g} on XLA), norm and gradient {GRADIENT:g}, free norm and weights
 {ENVELOPE:g} times the envelope of permuted reduction orders on one device. A gradient of more than its bound has in
 parentheses how many such envelopes it is: it is within its bound up to {ENVELOPE:g}, since then the order of sums alone
 makes as much. A cell in bold is outside its bound; "-" is not measured.

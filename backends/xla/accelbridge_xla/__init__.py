@@ -1,4 +1,5 @@
-"""TPUs through PyTorch/XLA: one process drives every local device, and sharding is annotation."""
+"""TPUs, by one of two runtimes: PyTorch/XLA (spmd: one process drives every local device, sharding is annotation), or
+TorchTPU (eager: one process per device)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,6 @@ from accelbridge.hookspecs import hookimpl
 
 @hookimpl
 def accelbridge_backend():
-    from accelbridge_xla.backend import XlaBackend
+    from accelbridge_xla import runtimes
 
-    return XlaBackend
+    return runtimes.backend()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from accelbridge.backend import (
@@ -23,8 +21,9 @@ from accelbridge.backend import (
     Support,
     unsupported,
 )
-from accelbridge_xla import hardware
+from accelbridge_xla import hardware, runtimes
 from accelbridge_xla.ahead.targets import WORD, parse
+from accelbridge_xla.runtimes import version_of
 
 OPS = ("linear", "attention", "embedding", "rms_norm", "rope", "swiglu", "dropout", "cross_entropy", "adamw")
 MOVES = ("all_gather", "broadcast", "all_to_all")
@@ -44,7 +43,7 @@ _FLOAT8 = "fp8 products are not built yet"
 
 
 class XlaBackend(Backend):
-    """PyTorch/XLA: lazy tensors, the GSPMD partitioner, PJRT."""
+    """PyTorch/XLA: lazy tensors, the GSPMD partitioner, PJRT. TorchTPU is a class of its own (``eager/backend.py``)."""
 
     name: ClassVar[str] = "xla"
     api_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -59,12 +58,10 @@ class XlaBackend(Backend):
 
     @classmethod
     def probe(cls) -> Probe:
-        software = {name: found for name in cls.versions if (found := _version(name))}
-        facts = {"host": platform.node(), "python": platform.python_version()}
-        if find_spec("torch_xla") is None:
-            return Probe(False, "torch_xla is not installed", software=software, facts=facts)
-        if mismatch := _mismatch(software):
-            return Probe(False, mismatch, software=software, facts=facts)
+        software = {name: found for name in cls.versions if (found := version_of(name))}
+        facts = {"host": platform.node(), "python": platform.python_version(), "runtime": runtimes.SPMD}
+        if reason := runtimes.refusal():
+            return Probe(False, reason, software=software, facts=facts)
         found = hardware.find()
         if not found.count:
             return Probe(False, found.reason, software=software, facts=facts)
@@ -98,7 +95,7 @@ class XlaBackend(Backend):
     @classmethod
     def absent(cls, chip: str, topology: str) -> Probe:
         target, count = parse(chip, topology)
-        software = {name: found for name in ("torch", "torch_xla") if (found := _version(name))}
+        software = {name: found for name in ("torch", "torch_xla") if (found := version_of(name))}
         devices = tuple(DeviceInfo(index, target.chip, target.memory_bytes) for index in range(count))
         return Probe(True, f"assumed: {count} x {target.chip}, {topology}", devices, software)
 
@@ -128,24 +125,6 @@ class XlaBackend(Backend):
             for op in ("linear", "embedding")
         ]
         return (*super().implementations(), adamw, dropout, *wide)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _mismatch(software: Mapping[str, str]) -> str | None:
-    """torch_xla is built against one minor version of torch and fails to load with any other."""
-    minors = {name: ".".join(software.get(name, "").split(".")[:2]) for name in ("torch", "torch_xla")}
-    if minors["torch"] == minors["torch_xla"]:
-        return None
-    return (
-        f"torch_xla {software.get('torch_xla')} is built for torch {minors['torch_xla']}, and torch "
-        f"{software.get('torch')} is installed; use an environment with both of one version"
-    )
 
 
 def _load_dropout() -> Callable[..., Any]:

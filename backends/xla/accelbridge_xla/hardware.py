@@ -18,7 +18,7 @@ VIRTUAL = "torch_xla on virtual CPU devices"
 ONE_PROCESS = "the XLA backend runs on one host, where one process drives all devices"
 
 _VENDOR = "0x1ae0"
-_PCI = Path("/sys/bus/pci/devices")
+PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Found:
     reason: str
 
 
-def find(pci: Path = _PCI) -> Found:
+def find(pci: Path = PCI) -> Found:
     """Look at the environment and the PCI bus.
 
     Virtual devices have to be asked for twice, by ``PJRT_DEVICE=CPU`` and by their number: importing torch_xla sets
@@ -61,7 +61,7 @@ def find(pci: Path = _PCI) -> Found:
         return _virtual()
     if platform not in ("", "TPU"):
         return Found("", 0, f"{PLATFORM_VARIABLE}={platform} is set; this backend drives TPU and CPU")
-    functions = [generation for folder in _folders(pci) if (generation := _generation(folder))]
+    functions = [found for folder in _folders(pci) if (found := generation(folder))]
     if not functions:
         return Found(
             "",
@@ -69,7 +69,7 @@ def find(pci: Path = _PCI) -> Found:
             f"no TPU on the PCI bus; set {PLATFORM_VARIABLE}=CPU and {VIRTUAL_VARIABLE}=4 for virtual CPU devices",
         )
     first = functions[0]
-    count = sum(generation.devices for generation in functions)
+    count = sum(each.devices for each in functions)
     return Found(first.name, count, f"{len(functions)} x {first.name} on the PCI bus")
 
 
@@ -91,7 +91,8 @@ def _folders(pci: Path) -> list[Path]:
         return []
 
 
-def _generation(function: Path) -> Generation | None:
+def generation(function: Path) -> Generation | None:
+    """The TPU behind a folder of the PCI bus, or None."""
     try:
         vendor, device = ((function / name).read_text().strip() for name in ("vendor", "device"))
     except OSError:
@@ -101,9 +102,9 @@ def _generation(function: Path) -> Generation | None:
 
 def chip(name: str) -> Chip:
     """Facts of a chip. Memory is not tabulated: the runtime tells it once the chip is open."""
-    for generation in GENERATIONS.values():
-        if generation.name == name:
-            return Chip(name, peak_flops={"bfloat16": generation.bfloat16_flops})
+    for each in GENERATIONS.values():
+        if each.name == name:
+            return Chip(name, peak_flops={"bfloat16": each.bfloat16_flops})
     return Chip(name)
 
 

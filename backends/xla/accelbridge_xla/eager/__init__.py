@@ -1,0 +1,1 @@
+"""TorchTPU: the eager execution model, one process per device."""
