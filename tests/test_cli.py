@@ -25,7 +25,7 @@ from tests import cli
 
 Call = Callable[..., tuple[int, str, str]]
 COMMANDS = ["train", "devices", "explain", "report", "data", "data build", "data verify", "data show"]
-COMMANDS += ["checkpoint", "checkpoint export", "checkpoint verify", "checkpoint list"]
+COMMANDS += ["checkpoint", "checkpoint export", "checkpoint verify", "checkpoint list", "config", "config import"]
 
 
 @pytest.fixture

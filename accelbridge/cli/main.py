@@ -1,4 +1,4 @@
-"""``accelbridge``: train, devices, explain, estimate, data, checkpoint, report, conform.
+"""``accelbridge``: train, devices, explain, estimate, config, data, checkpoint, report, conform.
 
 Exit codes: 0 done; 1 a bug or a crash; 2 something asked that cannot be, with a message, and never worth a retry; 3 a
 loss or gradient that is not finite; 4 a loss spike; 5 out of memory; 75 stopped by SIGTERM or a time limit after a
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from accelbridge.cli.checkpoint import app as checkpoint_app
+from accelbridge.cli.config import app as config_app
 from accelbridge.cli.conform import app as conform_app
 from accelbridge.cli.data import app as data_app
 from accelbridge.cli.report import report_command
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(config_app, name="config")
 app.add_typer(conform_app, name="conform")
 app.command("report")(report_command)
 

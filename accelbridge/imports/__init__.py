@@ -1,0 +1,1 @@
+"""Recipes made from the configuration files of other trainers."""
