@@ -366,6 +366,26 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert "the compiler for TPUs is not installed here (jax" in refused.reason  # type: ignore[union-attr]
 
 
+def _installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    monkeypatch.setattr(compiling, "find_spec", lambda _: object())
+    monkeypatch.setattr(compiling, "_version", versions.get)
+
+
+def test_torch_and_torch_xla_that_do_not_fit_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, torch="2.13.0", torch_xla="2.9.0")
+    monkeypatch.setenv(compiling.COMPILER, "/nowhere")
+    refused = compiling.compile_ahead("tpu:v6e:4x4", lambda _: None, 60.0)
+    assert "torch_xla 2.9.0 is built for torch 2.9, and torch 2.13.0 is installed" in refused.reason  # type: ignore
+
+
+@pytest.mark.skipif(find_spec("jax") is not None, reason="jax is installed here")
+def test_an_interpreter_without_the_compiler_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, torch="2.9.1", torch_xla="2.9.0")
+    monkeypatch.setenv(compiling.COMPILER, sys.executable)
+    with pytest.raises(BackendError, match=r"No module named 'jax'; 'make \.venv-tpu/installed' makes"):
+        compiling.compile_ahead("tpu:v6e:4x4", lambda _: None, 60.0)
+
+
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
 def test_no_torch_xla_says_where_it_is() -> None:
     refused = compiling.compile_ahead("tpu:v6e:4x4", lambda _: None, 1.0)
@@ -415,7 +435,7 @@ def test_the_step_is_compiled_for_the_target(found: dict[str, Any]) -> None:
 def test_arguments_are_the_parts_that_the_layout_gives_a_device(found: dict[str, Any]) -> None:
     memory, shapes = found["compiled"]["memory"], found["arithmetic"]["memory"]
     assert memory["parameters"] == shapes["parameters"]
-    counts = 4 * 11  # AdamW's count of updates, one per parameter
+    counts = 4 * 12  # AdamW's count of updates, one per parameter: nine of the layer, embedding, last norm and head
     assert memory["optimizer"] == shapes["optimizer"] + counts
     assert memory["total"] == sum(size for kind, size in memory.items() if kind != "total")
 
