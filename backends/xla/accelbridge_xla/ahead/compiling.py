@@ -27,8 +27,8 @@ from accelbridge_xla.ahead import hlo
 from accelbridge_xla.ahead.products import repeated_flops
 from accelbridge_xla.ahead.targets import GIB, Target, parse
 from accelbridge_xla.ahead.traffic import traffic
-from accelbridge_xla.backend import _mismatch
 from accelbridge_xla.hardware import PLATFORM_VARIABLE, VIRTUAL_VARIABLE
+from accelbridge_xla.runtimes import SPMD, mismatch
 
 COMPILER = "ACCELBRIDGE_TPU_COMPILER_PYTHON"
 """The interpreter of the environment with jax and libtpu; unset: this one, where it has both."""
@@ -54,8 +54,8 @@ def compile_ahead(target: str, step: Callable[[Execution], None], seconds: float
     described, devices = parse(chip, topology)
     if find_spec("torch_xla") is None:
         return unsupported(_NO_TORCH_XLA)
-    if mismatch := _mismatch({name: found for name in ("torch", "torch_xla") if (found := _version(name))}):
-        return unsupported(mismatch)
+    if refused := mismatch(SPMD):
+        return unsupported(refused)
     python = compiler()
     if isinstance(python, Support):
         return python
