@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -31,8 +32,8 @@ def patched_names() -> list[str]:
     """
     import torch
 
-    home = str(Path(torch.__file__).parent)
-    ours = str(Path(__file__).parent)  # the suite's own seeded defects are found by its tests, not here
+    home = str(Path(torch.__file__).parent) + os.sep  # and not a package beside it, whose name begins in the same way
+    ours = str(Path(__file__).parent) + os.sep  # the suite's own seeded defects are found by its tests, not here
     found = []
     for owner in _OWNERS:
         holder = _resolve(owner)
