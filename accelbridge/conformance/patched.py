@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -46,6 +47,11 @@ def patched_names() -> list[str]:
             if not file.startswith((home, ours, "<")) and not _from_library(value):
                 found.append(f"{owner}.{name} ({file})")
     return sorted(found)
+
+
+def unstated(found: Iterable[str], stated: Collection[str]) -> list[str]:
+    """Those of :func:`patched_names` that ``Capabilities.replaced`` does not name."""
+    return [name for name in found if name.split(" ")[0] not in stated]
 
 
 def _from_library(value: object) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from accelbridge_xla.eager import facts
 from backends.xla.tests import on_host
 from tests import cli
 from tests.ranks import Rank, run_ranks
@@ -189,4 +190,4 @@ def test_what_the_vendor_replaces_in_torch_is_known(tmp_path: Path) -> None:
     done = _python(code, **on_host.environment(on_host.site(tmp_path)))
     assert done.returncode == 0, done.stderr
     names = {line.split(" ")[0] for line in done.stdout.splitlines() if "torch_tpu" in line}
-    assert names == {"torch.compile", "torch.get_float32_matmul_precision", "torch.set_float32_matmul_precision"}
+    assert names == set(facts.REPLACED)
