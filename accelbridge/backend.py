@@ -185,6 +185,9 @@ class Capabilities:
     operands, as results, or both."""
     wrong_references: Mapping[str, str] = field(default_factory=dict)
     """Ops whose portable reference gives wrong results here, and why: no plan takes it."""
+    replaced: tuple[str, ...] = ()
+    """Public functions of torch, by dotted name ("torch.compile"), which the vendor's own package replaces when it is
+    loaded, whoever loads it. A backend replaces none: the conformance suite holds any other against it."""
     fallbacks: tuple[str, ...] = ()
     """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
     The conformance suite takes host work that is not stated here for a silent fallback."""

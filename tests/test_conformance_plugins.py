@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelbridge.cli import main
+from accelbridge.conformance.patched import unstated
 from accelbridge.conformance.report.model import Report
 from accelbridge.conformance.report.verify import load, verify
 from accelbridge.conformance.status import Status
@@ -130,6 +131,12 @@ def test_a_plugin_that_replaces_functions_of_torch_is_named(sites: Path, tmp_pat
     (name,) = report.environment.patched
     assert name.startswith("torch.nn.functional.relu (")
     assert "replaced a function of torch" in (tmp_path / "R" / "report.html").read_text()
+
+
+def test_what_a_vendors_package_replaces_is_stated() -> None:
+    found = ["torch.compile (/site/acme/loader.py)", "torch.nn.functional.relu (/site/acme/loader.py)"]
+    assert unstated(found, ("torch.compile",)) == found[1:]
+    assert unstated(found, ()) == found
 
 
 def test_too_few_devices_are_no_pass(sites: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -31,8 +33,8 @@ def patched_names() -> list[str]:
     """
     import torch
 
-    home = str(Path(torch.__file__).parent)
-    ours = str(Path(__file__).parent)  # the suite's own seeded defects are found by its tests, not here
+    home = str(Path(torch.__file__).parent) + os.sep  # and not a package beside it, whose name begins in the same way
+    ours = str(Path(__file__).parent) + os.sep  # the suite's own seeded defects are found by its tests, not here
     found = []
     for owner in _OWNERS:
         holder = _resolve(owner)
@@ -45,6 +47,11 @@ def patched_names() -> list[str]:
             if not file.startswith((home, ours, "<")) and not _from_library(value):
                 found.append(f"{owner}.{name} ({file})")
     return sorted(found)
+
+
+def unstated(found: Iterable[str], stated: Collection[str]) -> list[str]:
+    """Those of :func:`patched_names` that ``Capabilities.replaced`` does not name."""
+    return [name for name in found if name.split(" ")[0] not in stated]
 
 
 def _from_library(value: object) -> bool:

@@ -97,7 +97,7 @@ class _Rank:
         import torch
 
         from accelbridge.conformance.evidence import strength
-        from accelbridge.conformance.patched import patched_names
+        from accelbridge.conformance.patched import patched_names, unstated
 
         probe, candidate = self.selection.probe, self.selection.candidate
         table = self.capabilities.table
@@ -123,10 +123,11 @@ class _Rank:
                  "lowering": cell.lowering}
                 for (op, dtype, variant), cell in sorted(table.items())
             ],
-            "patched": patched_names(),
+            "patched": unstated(patched_names(), self.capabilities.replaced),
             "stated": {
                 **self.capabilities.facts,
                 **{f"subnormals.{dtype}": what for dtype, what in self.capabilities.subnormals.items()},
+                **({"replaced": " ".join(self.capabilities.replaced)} if self.capabilities.replaced else {}),
                 **({"fallbacks": " ".join(self.capabilities.fallbacks)} if self.capabilities.fallbacks else {}),
             },
             "strength": strength(self.backend, probe),

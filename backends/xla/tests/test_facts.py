@@ -15,7 +15,7 @@ from accelbridge.models.config import ModelConfig
 from accelbridge.parallel.layout import Layout
 from accelbridge.train.check import check_processes, check_settings, check_tensor_parallel, resolve_layout
 from accelbridge.train.config import TrainConfig
-from accelbridge_xla import backend, hardware
+from accelbridge_xla import backend, hardware, runtimes
 from accelbridge_xla.backend import XlaBackend
 from accelbridge_xla.sharding import places
 
@@ -77,10 +77,10 @@ def test_another_platform_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_of_another_version_is_said() -> None:
-    reason = backend._mismatch({"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
+    reason = runtimes.mismatch("torch_xla", {"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
     assert reason is not None
     assert "torch_xla 2.9.0 is built for torch 2.9, and torch 2.13.0+cpu is installed" in reason
-    assert backend._mismatch({"torch": "2.9.1+cu128", "torch_xla": "2.9.0"}) is None
+    assert runtimes.mismatch("torch_xla", {"torch": "2.9.1+cu128", "torch_xla": "2.9.0"}) is None
 
 
 def test_probing_imports_neither_torch_nor_torch_xla() -> None:

@@ -5,13 +5,17 @@ Evidence: what is computed ran on the vendor's runtime, on no chip; collectives 
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from accelbridge_xla.eager import facts
 from backends.xla.tests import on_host
 from tests import cli
 from tests.ranks import Rank, run_ranks
@@ -141,3 +145,49 @@ def test_the_plan_says_what_serves_and_what_is_simulated(tmp_path: Path, fitted:
     assert done.returncode == 0, done.stderr
     for part in ("torch_tpu 0.2.0", on_host.CHIP, "(simulated)", "not flash: ", "not splash: "):
         assert part in done.stdout, done.stdout
+
+
+# ---------------------------------------------------------------------------------------- what importing torch does
+
+
+def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    hidden = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "TPU_LIBRARY_PATH")
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | variables
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_importing_torch_without_libtpu_ends_the_process() -> None:
+    """Where torch_tpu is loaded with torch: why make test-tpu, and our README, switch that off."""
+    assert importlib.util.find_spec("libtpu") is None
+    done = _python("import torch")
+    assert done.returncode == -signal.SIGABRT
+    assert "Environment variable TPU_LIBRARY_PATH is not set" in done.stderr
+
+
+def test_loading_with_torch_registers_no_device_without_a_chip() -> None:
+    code = (
+        "import sys, accelbridge; assert 'torch' not in sys.modules\n"
+        "import torch; assert 'torch_tpu' in sys.modules\n"
+        "assert torch.compile.__code__.co_filename == torch.__file__\n"
+        "try: torch.device('tpu')\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = _python(code, TPU_LIBRARY_PATH=str(on_host.plugin_library()))
+    assert done.returncode == 0, done.stderr
+    assert "device type" in done.stdout
+
+
+def test_what_the_vendor_replaces_in_torch_is_known(tmp_path: Path) -> None:
+    """README.md lists it; none of it is ours."""
+    code = (
+        "import os; from accelbridge.plugins import load_backend\n"
+        "from accelbridge.backend import World; from accelbridge.conformance.patched import patched_names\n"
+        f"backend = load_backend('{on_host.NAME}'); os.environ |= backend.collectives.environment(World())\n"
+        "backend.device.bind(World()); print(*patched_names(), sep='\\n')"
+    )
+    done = _python(code, **on_host.environment(on_host.site(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    names = {line.split(" ")[0] for line in done.stdout.splitlines() if "torch_tpu" in line}
+    assert names == set(facts.REPLACED)

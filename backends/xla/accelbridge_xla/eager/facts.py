@@ -14,6 +14,8 @@ from accelbridge_xla import hardware
 
 FLOATS = ("float32", "bfloat16")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
+REPLACED = ("torch.compile", "torch.get_float32_matmul_precision", "torch.set_float32_matmul_precision")
+"""By torch_tpu/_loader.py, _init_device_impl."""
 _FLOAT16 = "TPUs have no float16 arithmetic"
 _FLOAT8 = "fp8 products are not built yet"
 _PREMUL = "\"'premul_sum' reduction is not supported\" (torch_tpu 0.2.0)"
@@ -22,7 +24,7 @@ _REDUCE = "tpu_dist reduces to all ranks or scatters, and has no reduce to one o
 
 def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
     """See :meth:`accelbridge.backend.Backend.capabilities`."""
-    return Capabilities(chip=hardware.chip(chip), table=table())
+    return Capabilities(chip=hardware.chip(chip), table=table(), replaced=REPLACED)
 
 
 def table() -> Cells:
