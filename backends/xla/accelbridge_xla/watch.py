@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelbridge_xla.vendor import sdk
 
-_log = logging.getLogger("accelbridge.xla")
+_log = logging.getLogger("accelbridge")
 
 SETTLED = 2
 """Steps after which nothing more is compiled: the first, and one whose state lies where the first left it."""
