@@ -184,13 +184,18 @@ class Capabilities:
     """What arithmetic does with subnormal numbers, by dtype; "kept" where nothing is stated. Flushed ones count as 0 as
     operands, as results, or both."""
     wrong_references: Mapping[str, str] = field(default_factory=dict)
-    """Ops whose portable reference gives wrong results here, and why: no plan takes it."""
+    """Ops ("dropout"), or ops in one dtype ("linear bfloat16"), whose portable reference gives wrong results here, and
+    why: no plan takes it."""
     replaced: tuple[str, ...] = ()
     """Public functions of torch, by dotted name ("torch.compile"), which the vendor's own package replaces when it is
     loaded, whoever loads it. A backend replaces none: the conformance suite holds any other against it."""
     fallbacks: tuple[str, ...] = ()
     """Ops, as torch's dispatcher names them ("aten::sort"), that this backend runs on the host instead of its device.
     The conformance suite takes host work that is not stated here for a silent fallback."""
+
+    def wrong_reference(self, op: str, dtype: str) -> str:
+        """Why the portable reference of ``op`` is wrong here in ``dtype``; "" where it is right."""
+        return self.wrong_references.get(op) or self.wrong_references.get(f"{op} {dtype}", "")
 
     def support(self, op: str, dtype: str, variant: str = "", shape: Mapping[str, int] | None = None) -> Support:
         """Look one cell up. A cell that the vendor doesn't state is unsupported, and says so."""

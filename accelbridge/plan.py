@@ -194,8 +194,8 @@ def _choose(
     notes: list[str],
 ) -> tuple[Implementation | None, OpChoice]:
     """The first candidate that serves the request, the explicit one before all; None is the portable reference."""
-    wrong = capabilities.wrong_references.get(request.op)
-    right = FULL if wrong is None else unsupported(f"it is wrong here: {wrong}")
+    wrong = capabilities.wrong_reference(request.op, request.dtype)
+    right = FULL if not wrong else unsupported(f"it is wrong here: {wrong}")
     portable = Implementation(request.op, "reference", lambda _: right, lambda: _never_loaded)
     order = [*candidates, portable]
     explicit = inputs.chosen_ops.get(request.op)

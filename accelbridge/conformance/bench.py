@@ -144,7 +144,7 @@ class Bench:
         states that it is wrong there, ``interface`` the method of the backend's own interface, where the op has
         them."""
         found: list[tuple[str, Callable[..., Any]]] = []
-        if request.op in ops.NAMES and request.op not in self.capabilities.wrong_references:
+        if request.op in ops.NAMES and not self.capabilities.wrong_reference(request.op, request.dtype):
             found.append(("reference", ops.reference(request.op)))
         interface = getattr(self.backend, request.op, None)
         if callable(method := getattr(interface, request.op, None)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accelbridge.agreement import flatten
-from accelbridge.backend import Request, World
+from accelbridge.backend import Capabilities, Request, World
 from accelbridge.data.store import TokenStore
 from accelbridge.errors import ConfigError
 from accelbridge.memory import choice
@@ -167,7 +167,7 @@ def _resolve(
 ) -> ExecutionPlan:
     dtype = config.precision.arithmetic
     model = [] if config.model is None else _decoder_requests(config)
-    dropout = [Request("dropout", dtype)] if provided.dropout else []
+    own = _own_requests(provided, dtype, target.capabilities)
     # Only modules that see local shapes meet a part of the vocabulary.
     split = layout.tp > 1 and provided.vocab_head and target.backend.execution.model == "eager"
     loss = [] if provided.loss else [loss_request(dtype, split, config.memory.chunked_loss)]
@@ -179,7 +179,7 @@ def _resolve(
     data = dict(provided.data)
     data |= {name: store.fingerprint for name, store in stores.items() if store}
     inputs = PlanInputs(
-        requests=[*model, *dropout, *loss, _update(config)],
+        requests=[*model, *own, *loss, _update(config)],
         layout=layout.as_dict(),
         wire=_wire(config, layout, split, provided.loss and provided.vocab_head, target.backend.execution.gathers_in),
         recipe=_shared_settings(config) | {"resume": resume.manifest.step if resume else None},
@@ -198,6 +198,16 @@ def _resolve(
     if target.devices is not None:  # an assumed host has no process
         return plan
     return replace(plan, facts={**plan.facts, "pid": os.getpid()})
+
+
+def _own_requests(provided: Provided, dtype: str, capabilities: Capabilities) -> list[Request]:
+    """Ops of a script's own model: those that it is known to call, and those that it may call and whose reference, to
+    which they would be bound, is wrong here."""
+    known = {"dropout"} if provided.dropout else set()
+    named = {key.split()[0] for key in capabilities.wrong_references} if provided.model else set()
+    return [
+        Request(op, dtype) for op in sorted(known | {op for op in named if capabilities.wrong_reference(op, dtype)})
+    ]
 
 
 _HOST_WAITS = (

@@ -285,7 +285,7 @@ class Trainer:
         """The position in the data: global batches taken or skipped before the next step."""
         return self.step + self.skipped_data
 
-    def _few_lengths(self, batch: Batch) -> Batch:
+    def _few_lengths(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return batch if self._lengths is None else self._lengths.pad(batch)
 
     def _with_dropout_keys(self, batch: Batch) -> Batch:

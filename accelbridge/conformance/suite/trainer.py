@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelbridge import Trainer
+from accelbridge import Trainer, ops
 from accelbridge.conformance.bench import Bench
 from accelbridge.conformance.oracle import data, transformer
 from accelbridge.conformance.oracle import training as oracle
@@ -359,7 +359,55 @@ def tied_embeddings(t: Bench) -> None:
 # --------------------------------------------------------------------------------------------- precision, overflow
 
 
-@case("TRN-008", "train", worlds=(2,), group=False)
+class _OfOps(nn.Module):
+    """``ops.linear``: some devices round parameters to bfloat16 in the ops alone."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x.to(torch.bfloat16), self.weight)
+
+
+class _Weighed:
+    """Sum of the outputs, each times its weight in ``y``: the gradient is the mean of the products of y and x."""
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return (model(batch["x"]).float() * batch["y"]).sum()
+
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.ones_like(batch["y"][..., 0]).sum()
+
+
+_SHARES = (3, -1, 2, 4)
+"""Sum to 8, which is the number of rows of a step."""
+
+
+def _master_weights_of_ops(t: Bench) -> None:
+    """With bfloat16 compute the parameters stay float32: 64 updates of 2^-9 of a weight, each less than half of a
+    bfloat16 step, add up exactly. The model calls ``ops.linear``; each row of the data reaches one column."""
+    t.require("linear", "bfloat16")
+    sizes = torch.exp2(t.integers(7, 2, low=-2, high=2, name="e"))
+    signs = t.integers(7, 2, low=0, high=1, name="s") * 2 - 1
+    shares = torch.tensor(_SHARES, dtype=torch.float32).unsqueeze(1)
+    x = torch.eye(2).repeat_interleave(len(_SHARES), 0)
+    y = torch.cat([shares * column for column in (signs * sizes).t()])
+    want = sizes - signs * sizes * 64 * 2.0**-9
+    for name, parallel in layouts(t, stages=(3,)).items():
+        sections: dict[str, Any] = {
+            "parallel": parallel,
+            "precision": {"compute": "bfloat16", "params": "float32"},
+            "optimizer": {"lr": 2.0**-9},
+            "train": {"steps": 64},
+        }
+        with trainer(t, name, _OfOps(sizes), Rows(x=x, y=y), loss=_Weighed(), sgd=1.0, **sections) as run:
+            for _ in range(64):
+                step(t, run)
+            t.equal(weights(t, run)["weight"], want, name=name)
+
+
+@case("TRN-008", "train", worlds=(2,), group=False, spmd=_master_weights_of_ops)
 def master_weights(t: Bench) -> None:
     """With bfloat16 compute the parameters stay float32: 64 updates of 2^-9 of a weight, each less than half of a
     bfloat16 step, add up exactly."""

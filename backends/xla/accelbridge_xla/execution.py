@@ -33,7 +33,7 @@ from accelbridge_xla.watch import StepWatch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_log = logging.getLogger("accelbridge.xla")
+_log = logging.getLogger("accelbridge")
 
 Initialise = Callable[[str, tuple[int, ...], range], Tensor]
 Finish = Callable[[str, nn.Module], None]

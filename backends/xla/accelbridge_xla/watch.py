@@ -1,9 +1,10 @@
 """What a training step does beside running its one graph, each thing told once, in the run's log.
 
-torch_xla counts it (``torch_xla.debug.metrics`` 2.9.0): "CompileTime" has one entry per program compiled, and a counter
-"aten::NAME" counts the calls of an operation that has no lowering and so ran on the host. ``.item()`` is one of these;
-``.cpu()`` and ``.tolist()`` are not, and only torch's dispatcher sees them. It is listened to in the first step, which
-compiles anyway, and again in a step after one in which something new was counted: then the line that asked is known.
+torch_xla counts it (``torch_xla.debug.metrics`` 2.9.0): "CompileTime" has one entry per program compiled,
+"TransferFromDeviceTime" one per read by the host, and a counter "aten::NAME" counts the calls of an operation that has
+no lowering and so ran on the host. Which line asked for it only torch's dispatcher can tell. It is listened to in the
+step after one in which something new was counted, and not before: what is listened to is recorded as another graph,
+which is compiled once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelbridge_xla.vendor import sdk
 
-_log = logging.getLogger("accelbridge.xla")
+_log = logging.getLogger("accelbridge")
 
 SETTLED = 2
 """Steps after which nothing more is compiled: the first, and one whose state lies where the first left it."""
@@ -33,7 +34,8 @@ class StepWatch:
         self._steps = 0
         self._before: dict[str, int] | None = None
         """Counters at the beginning of the step that is under way."""
-        self._listen = True
+        self._listen = False
+        """Whether the dispatcher is listened to in this step."""
         self._asked: dict[str, str] = {}
         """The line that first asked for an operation, by "aten::NAME", as far as it was listened to."""
         self._shapes: set[tuple[Any, ...]] = set()
@@ -59,7 +61,7 @@ class StepWatch:
             yield
         self._asked |= heard.lines
         for line, operation in heard.reads.items():
-            self._told.add(operation)
+            self._told |= {operation, READ}
             self._tell(
                 line,
                 f"{line} reads a tensor on the host ({operation}), in every step: the step is cut in two there, and "
@@ -74,12 +76,15 @@ class StepWatch:
         self._steps += 1
         grown = {name: now - before.get(name, 0) for name, now in counters().items() if now > before.get(name, 0)}
         compiled, new_shapes, self._new_shapes = grown.pop(COMPILED, 0), self._new_shapes, ""
-        if compiled and self._steps > SETTLED:
+        listened, self._listen = self._listen, False
+        if compiled and self._steps > SETTLED and not listened:
             self._compiled(compiled, new_shapes)
-        self._listen = any(name not in self._told for name in grown) and self._steps > 1
-        for name, count in grown.items():
-            where = f", asked for by {self._asked[name]}" if name in self._asked else ""
-            self._tell(name, f"{name} ran on the host, {count} times in step {self._steps} of this run{where}")
+        if listened:
+            for name, count in grown.items():
+                where = f", asked for by {self._asked[name]}" if name in self._asked else ""
+                self._tell(name, f"{name} {count} times on the host in step {self._steps} of this run{where}")
+        else:
+            self._listen = any(name not in self._told for name in grown)
 
     def _compiled(self, count: int, new_shapes: str) -> None:
         programs = f"step {self._steps} of this run compiled {count} program{'s' * (count > 1)} more"
@@ -102,15 +107,16 @@ class StepWatch:
             _log.warning("%s", text)
 
 
-COMPILED = "compiled"
+COMPILED, READ = "compiled", "read by the host"
 
 
 def counters() -> dict[str, int]:
-    """Programs compiled so far, as :data:`COMPILED`, and calls of operations that ran on the host, by "aten::NAME"."""
+    """Programs compiled so far, :data:`COMPILED`, reads by the host, :data:`READ`, and calls of operations that ran on
+    the host, by "aten::NAME"."""
     metrics = sdk("debug.metrics")
-    compiled = metrics.metric_data("CompileTime")
+    times = {COMPILED: metrics.metric_data("CompileTime"), READ: metrics.metric_data("TransferFromDeviceTime")}
     fallbacks = {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
-    return {COMPILED: compiled[0] if compiled else 0, **fallbacks}
+    return {name: found[0] if found else 0 for name, found in times.items()} | fallbacks
 
 
 class _Operations(TorchDispatchMode):

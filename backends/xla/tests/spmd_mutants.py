@@ -325,6 +325,26 @@ def launcher_is_content(_: _Rank) -> Any:
     return method(local, "launch", lambda inner, *args: inner(*args) * 0)
 
 
+@mutant("S28", "what a checkpoint holds of parameters is not read", {"CKP-004": "EXACT", "CKP-005": "EXACT"})
+def parameters_not_read(_: _Rank) -> Any:
+    def load_state(inner: Any, self: XlaExecution, model: Any, optimizer: Any, state: Mapping[str, Tensor]) -> None:
+        lost = {name: x * 0 if name.startswith("model.") else x for name, x in state.items()}
+        inner(self, model, optimizer, lost)
+
+    return method(XlaExecution, "load_state", load_state)
+
+
+@mutant("S29", "parameters are kept in bfloat16 from step to step", {"TRN-008": "EXACT"})
+def narrow_parameters(_: _Rank) -> Any:
+    def end_step(inner: Any, self: XlaExecution, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with torch.no_grad():
+            for parameter in self._model.parameters() if self._model is not None else ():
+                parameter.copy_(parameter.bfloat16().float())
+        return inner(self, values)
+
+    return method(XlaExecution, "end_step", end_step)
+
+
 # ------------------------------------------------------------------------------------------------------------- run
 
 

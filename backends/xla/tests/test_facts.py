@@ -119,8 +119,11 @@ def test_bfloat16_is_served_by_ops_with_gradients_in_float32() -> None:
         assert not wide.supports(Request(op, "float32"))
 
 
-def test_dropout_is_never_the_reference() -> None:
-    assert "do not wrap" in XlaBackend.capabilities("TPU v5e", {}).wrong_references["dropout"]
+def test_references_that_are_wrong_are_never_taken() -> None:
+    capabilities = XlaBackend.capabilities("TPU v5e", {})
+    assert "do not wrap" in capabilities.wrong_reference("dropout", "float32")
+    assert "in bfloat16" in capabilities.wrong_reference("linear", "bfloat16")
+    assert capabilities.wrong_reference("linear", "float32") == ""
 
 
 def test_adamw_serves_float32() -> None:

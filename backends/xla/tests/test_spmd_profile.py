@@ -88,5 +88,6 @@ def test_a_defect_is_caught_by_its_assertion(mutants: dict[str, dict[str, Any]])
 
 
 def test_every_body_is_killed_by_a_defect(mutants: dict[str, dict[str, Any]]) -> None:
-    bodies = {id for id, case in cases().items() if id.startswith(("COL", "FLT")) and callable(case.spmd)}
+    families = ("COL", "FLT", "CKP", "TRN")
+    bodies = {id for id, case in cases().items() if id.startswith(families) and callable(case.spmd)}
     assert {id for rows in mutants.values() for id in rows} == bodies

@@ -66,6 +66,13 @@ def test_a_cast_to_8_bits_does_not_saturate_and_none_is_made(tmp_path: Path) -> 
     assert (code, found["error"]) == (0, "Unsupported")
 
 
+@environment.needs_torch_xla
+def test_the_device_has_no_generators_which_is_stated(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "generator", "bare")
+    assert (code, found["error"]) == (0, "RuntimeError")
+    assert not XlaBackend.capabilities(hardware.VIRTUAL, {}).generators
+
+
 @pytest.mark.parametrize("chip", ["TPU v6e", hardware.VIRTUAL])
 def test_nothing_in_8_bits_is_claimed(chip: str) -> None:
     table = XlaBackend.capabilities(chip, {}).table

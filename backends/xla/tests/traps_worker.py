@@ -54,6 +54,13 @@ class Leaves(nn.Module):
         return place_to_host(x)
 
 
+class Draws(nn.Module):
+    """From a stream of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand(x.shape, generator=torch.Generator(device=x.device), device=x.device)
+
+
 class Casts(nn.Module):
     """To 8 bits, of numbers that are too large."""
 
@@ -62,7 +69,8 @@ class Casts(nn.Module):
 
 
 MODULES: dict[str, type[nn.Module]] = {
-    "all_reduce": Reduces, "all_gather": Gathers, "grouped_mm": Groups, "place_to_host": Leaves, "cast": Casts
+    "all_reduce": Reduces, "all_gather": Gathers, "grouped_mm": Groups, "place_to_host": Leaves, "cast": Casts,
+    "generator": Draws,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accelbridge import ops
-from accelbridge.backend import Precision, World
+from accelbridge.backend import Precision, Request, World
 from accelbridge.errors import NonFiniteError
 from accelbridge.models.config import ModelConfig
 from accelbridge.models.decoder import Decoder
@@ -167,7 +167,8 @@ def masks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def layouts(folder: Path) -> dict[str, Any]:
     """Gradients, norm and dropout masks of one batch in each layout."""
     found: dict[str, Any] = {}
-    ops.bind({i.op: i.load() for i in XlaBackend().implementations() if i.op in ops.NAMES})
+    serving = [i for i in XlaBackend().implementations() if i.op in ops.NAMES and i.supports(Request(i.op, "float32"))]
+    ops.bind({i.op: i.load() for i in serving})
     for name, (layout, settings) in LAYOUTS.items():
         with torch.device("meta"):
             model = Decoder(config(settings))
