@@ -108,6 +108,8 @@ def test_no_known_key_is_called_unknown(tmp_path: Path, key: str) -> None:
     for section in sections:
         node = node.setdefault(section, {})
     node[last] = True
+    if "scheduler" in tree:
+        tree["scheduler"].setdefault("type", "WarmupCosineLR" if last.endswith("ratio") else "WarmupDecayLR")
     (tmp_path / "ds.json").write_text(json.dumps(tree))
     source = import_deepspeed(tmp_path / "ds.json", 1)
     assert "unknown" not in source.report()
