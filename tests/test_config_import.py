@@ -71,8 +71,8 @@ def test_an_imported_config_trains_with_its_numbers(tmp_path: Path, store: Path)
     trainer = Trainer(TrainConfig.load(out, ["train.steps=4", "optimizer.decay_steps=1"]), backend="cpu")
     assert trainer.prepared.layout.zero == 2
     assert accumulation_steps(config.train, trainer.prepared.layout) == (2, 4)
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.01}, "vectors too"
     trainer.fit()
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.01}, "vectors too"
     lines = cli.steps_of(Path(config.output.dir))
     assert sorted(lines) == [1, 2, 3, 4]
 

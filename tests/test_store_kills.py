@@ -7,39 +7,21 @@ older than what had ended well.
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import random
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from accelbridge.memory.store import DamagedRecord, FileStore, Record, StoreOptions
-from tests import cli
+from tests.ranks import PRELOAD, START_S
 
 OPTIONS = StoreOptions(buffer_size=64 << 10, buffer_count=3, queue_depth=4)
 RECORDS = [Record(name, (300_001,), torch.float32) for name in ("a", "b", "c")]
-WRITER = """
-import sys
-from pathlib import Path
-from accelbridge.memory.store import FileStore
-from tests.test_store_kills import OPTIONS, content
-
-with FileStore.open(Path(sys.argv[1]), OPTIONS) as store:
-    generation = int(sys.argv[2])
-    while True:
-        under_way = []
-        for name in store.layout.slots:
-            x = content(name, generation)
-            print("begun", name, generation, flush=True)
-            under_way.append((name, store.write(name, x, generation)))
-        for name, handle in under_way:
-            handle.wait()
-            print("ended", name, generation, flush=True)
-        generation += 1
-"""
 
 
 def content(name: str, generation: int) -> torch.Tensor:
@@ -47,23 +29,42 @@ def content(name: str, generation: int) -> torch.Tensor:
     return torch.arange(300_001, dtype=torch.float32) * (generation + 1) + ord(name)
 
 
+def write(path: Path, generation: int, pipe: Connection) -> None:
+    """Write all records, generation after generation, and say so, until somebody kills this."""
+    torch.set_num_threads(1)
+    with FileStore.open(path, OPTIONS) as store:
+        while True:
+            under_way = []
+            for name in store.layout.slots:
+                x = content(name, generation)
+                pipe.send(("begun", name, generation))
+                under_way.append((name, store.write(name, x, generation)))
+            for name, handle in under_way:
+                handle.wait()
+                pipe.send(("ended", name, generation))
+            generation += 1
+
+
 def killed_after(path: Path, generation: int, seconds: float) -> tuple[dict[str, int], dict[str, int]]:
     """Let a writer run for ``seconds`` from its first write on; the newest generation that began, and that ended."""
-    command = [sys.executable, "-c", WRITER, str(path), str(generation)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=cli.environment(), cwd=Path(__file__).parent.parent
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline()]
-    assert lines[0].startswith("begun"), "the writer came to its first write"
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=write, args=(path, generation, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    assert ours.poll(START_S), "the writer came to its first write"
     time.sleep(seconds)
     process.kill()
-    lines += process.stdout.read().splitlines()
-    assert process.wait() == -9
+    process.join()
+    assert process.exitcode == -9
     seen: dict[str, dict[str, int]] = {"begun": {}, "ended": {}}
-    for line in lines:
-        if len(words := line.split()) == 3:
-            seen[words[0]][words[1]] = int(words[2])
+    try:
+        while True:
+            what, name, number = ours.recv()
+            seen[what][name] = number
+    except EOFError:
+        ours.close()
     return seen["begun"], seen["ended"]
 
 
