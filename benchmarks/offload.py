@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Arm]:
 
 
 def table(arms: list[Arm]) -> tuple[str, dict[str, Any]]:
-    """Markdown and verdicts. Ratios are of times per byte, fio's over ours turn by turn: bandwidths, as shares."""
+    """Markdown and verdicts, by bandwidths of ours over those of fio, turn by turn."""
     lines = [head("", "write, MB/s", "share of fio [95 %]", "read, MB/s", "share of fio [95 %]", f"target {TARGET}")]
     peer, verdicts = arms[0], {}
     for arm in arms:

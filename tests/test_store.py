@@ -426,6 +426,18 @@ def test_too_little_space_is_found_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_process_began_makes_room(tmp_path: Path) -> None:
+    left = tmp_path / "store.tmp"
+    left.write_bytes(b"x" * 100_000)
+
+    class Small(Files):
+        def free(self, folder: Path) -> int:
+            return 0 if left.exists() else 1 << 20
+
+    FileStore.create(tmp_path / "store", RECORDS, SMALL, Small()).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, said in (("gone", "there is no such folder"), ("file", "it is no folder")):
