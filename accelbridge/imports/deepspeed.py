@@ -425,6 +425,9 @@ def _by_table(source: Source) -> None:
         if (value is None or value == {}) and (key in SECTIONS or key in known):
             source.ignore(key, "nothing in it")
             continue
+        if key in known:
+            source.refuse(key, "it does not go with what the file says beside it; remove it")
+            continue
         section, _, word = key.rpartition(".")
         depth = key.count(".")
         siblings = {".".join(k.split(".")[: depth + 1]) for k in known if k.startswith(f"{section}.") or not section}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from accelbridge.memory.store.files import Files
 from accelbridge.memory.store.layout import Record
@@ -16,8 +17,9 @@ from accelbridge.memory.store.place import look_at
 from accelbridge.memory.store.store import FileStore, StoreOptions
 from accelbridge.memory.store.transfer import Handle
 
-_RECORD = 32 << 20
-_MOST_RECORDS = 16
+_RECORD = 8 << 20
+_MOST_RECORDS = 32
+_LEAST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,35 @@ def measure(
 ) -> Bandwidth:
     """Write and read a file in ``folder`` for half of ``seconds`` each, and remove it.
 
-    Takes at most 512 MiB of the disk, and a quarter of what is free. Raises StoreError.
+    Takes 256 MiB of the disk, or less: a quarter of what is free, and what is written once in half of ``seconds``.
+    Raises StoreError.
     """
     place = look_at(folder, files)
-    count = max(1, min(_MOST_RECORDS, place.free // 4 // _RECORD))
-    size = _RECORD if place.free >= 4 * _RECORD else 1 << 20
+    size = _RECORD if place.free // 4 >= 4 * _RECORD else _LEAST
+    count = max(2, min(_MOST_RECORDS, place.free // 4 // size))
     records = [Record(str(number), (size,), torch.uint8) for number in range(count)]
     path = folder / f".accelbridge-{uuid.uuid4().hex}.bandwidth"
     try:
         with FileStore.create(path, records, options, files) as store:
             # Bytes that a disk cannot leave out as zeros, or compress.
             tensors = [store.empty(record.name).random_() for record in records[:2]]
-            for number, record in enumerate(records):
-                store.write(record.name, tensors[number % 2], 0).wait()
-            write = _rate(lambda turn: store.write(str(turn % count), tensors[turn % 2], turn), size, seconds / 2)
+            written = _written_once(store, tensors[0], seconds / 2)
+            write = _rate(lambda turn: store.write(str(turn % written), tensors[turn % 2], turn), size, seconds / 2)
             store.sync()
-            read = _rate(lambda turn: store.read(str(turn % count), tensors[turn % 2]), size, seconds / 2)
+            read = _rate(lambda turn: store.read(str(turn % written), tensors[turn % 2]), size, seconds / 2)
             return Bandwidth(read, write, place.direct)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _written_once(store: FileStore, x: Tensor, seconds: float) -> int:
+    """Write the first records, as space that was never written is slower; returns how many it were, 2 or more."""
+    began = time.monotonic()
+    for number, name in enumerate(store.layout.slots):
+        if number >= 2 and time.monotonic() - began >= seconds:
+            return number
+        store.write(name, x, 0).wait()
+    return len(store.layout.slots)
 
 
 def _rate(start: Callable[[int], Handle], size: int, seconds: float) -> float:

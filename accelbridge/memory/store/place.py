@@ -84,12 +84,11 @@ def _refusal_of_direct(probe: Path, files: Files) -> str:
     return "" if whole else f"its file system does not move {ALIGNMENT} bytes at once"
 
 
-def check_space(place: Place, needed: int, reusable: int = 0) -> None:
-    """Raises StoreFull where ``needed`` bytes do not fit, of which ``reusable`` are a file's that will be replaced."""
-    if needed > place.free + reusable:
+def check_space(folder: Path, needed: int, free: int) -> None:
+    """Raises StoreFull where ``needed`` bytes are more than the ``free`` ones of ``folder``."""
+    if needed > free:
         raise StoreFull(
-            f"{needed:,} bytes in {place.folder} asked; {place.free + reusable:,} are free; free "
-            f"{needed - place.free - reusable:,} more, or give another path"
+            f"{needed:,} bytes in {folder} asked; {free:,} are free; free {needed - free:,} more, or give another path"
         )
 
 

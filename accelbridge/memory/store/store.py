@@ -83,11 +83,12 @@ class FileStore:
         place = look_at(path.parent, files)
         check_memory(options.buffer_count, options.buffer_size, psutil.virtual_memory().available)
         layout = Layout(records, options.buffer_size)
-        check_space(place, layout.size)
         asked = f"a store of {layout.size:,} bytes at {path} asked"
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f"{path.name}.tmp")
         try:
-            descriptor = files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _flag(place))
+            temporary.unlink(missing_ok=True)  # of a process that was killed here: it may be as large
+            check_space(path.parent, layout.size, files.free(path.parent))
+            descriptor = files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _flag(place))
             try:
                 _lock(files, descriptor, temporary)
                 files.allocate(descriptor, layout.size)

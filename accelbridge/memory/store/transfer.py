@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 
+import numpy as np
 from torch import Tensor
 
 from accelbridge.memory.store.buffers import ALIGNMENT, StagingBuffers, round_up
@@ -96,7 +97,7 @@ class BlockMover:
             return found
         assert self._staging is not None
         with self._staging.one() as buffer:
-            buffer[: len(data)] = data
+            _copy(buffer, data)
             whole = round_up(len(data))
             buffer[len(data) : whole] = bytes(whole - len(data))
             found = zlib.crc32(buffer[: len(data)])
@@ -111,7 +112,7 @@ class BlockMover:
         assert self._staging is not None
         with self._staging.one() as buffer:
             self._all(self._files.read, "read", buffer[: round_up(len(data))], offset)
-            data[:] = buffer[: len(data)]
+            _copy(data, buffer[: len(data)])
         return zlib.crc32(data)
 
     def _needs_staging(self, address: int, size: int) -> bool:
@@ -135,3 +136,8 @@ class BlockMover:
                     f"{asked}; it ended after {done:,} bytes: the file is shorter than it was made, or its device does "
                     "not take more; resume from the last checkpoint"
                 )
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Into the beginning of ``target``. By NumPy, which lets go of the interpreter's lock as a slice does not."""
+    np.copyto(np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8))
