@@ -5,10 +5,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def sampled(mutants: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: every fourth belongs to each run of all tests, the others to ``make test-kernels``."""
+    return [pytest.param(each, marks=[pytest.mark.full] if n % 4 else []) for n, each in enumerate(mutants)]
 
 
 @contextmanager

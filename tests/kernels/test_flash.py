@@ -20,6 +20,7 @@ from accelbridge.kernels import flash, tiles
 from accelbridge.ops.dot_product import attention as reference
 from tests.kernels.flash_checks import some_tiles
 from tests.kernels.mutants import mutant as mutant_of
+from tests.kernels.mutants import sampled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SQNR_DB = {BF16: 45.0, F16: 62.0, F32: 100.0}
@@ -460,7 +461,7 @@ MUTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", sampled(MUTANTS))
 def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
     if mutant.module == "common":  # the kernels read its functions as globals of their own

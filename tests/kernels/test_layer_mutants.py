@@ -15,6 +15,7 @@ import torch
 
 from accelbridge.kernels import cross_entropy, rms_norm, rope, swiglu, tiles
 from tests.kernels import layer_checks as check
+from tests.kernels.mutants import sampled
 
 F32, BF16 = torch.float32, torch.bfloat16
 _NUMBER = count()
@@ -126,7 +127,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS), ids=lambda mutant: mutant.name)
 def test_a_defect_is_seen(mutant: Mutant, tmp_path: Path) -> None:
     tiles.bind(check.TILES)
     broken = mutant.load(tmp_path)
