@@ -20,6 +20,7 @@ import pytest
 from accelbridge.backend import CompileTimeout, Traffic
 from accelbridge.errors import BackendError, ConfigError
 from accelbridge.estimate.step import OneStep
+from accelbridge_xla import runtimes
 from accelbridge_xla.ahead import compiling, hlo
 from accelbridge_xla.ahead.products import flops, repeated_flops
 from accelbridge_xla.ahead.targets import parse
@@ -368,7 +369,7 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def _installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(compiling, "find_spec", lambda _: object())
-    monkeypatch.setattr(compiling, "_version", versions.get)
+    monkeypatch.setattr(runtimes, "version_of", versions.get)
 
 
 def test_torch_and_torch_xla_that_do_not_fit_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:

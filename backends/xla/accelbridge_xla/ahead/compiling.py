@@ -28,7 +28,7 @@ from accelbridge_xla.ahead.products import repeated_flops
 from accelbridge_xla.ahead.targets import GIB, Target, parse
 from accelbridge_xla.ahead.traffic import traffic
 from accelbridge_xla.hardware import PLATFORM_VARIABLE, VIRTUAL_VARIABLE
-from accelbridge_xla.runtimes import SPMD, mismatch
+from accelbridge_xla.runtimes import SPMD, mismatch, version_of
 
 COMPILER = "ACCELBRIDGE_TPU_COMPILER_PYTHON"
 """The interpreter of the environment with jax and libtpu; unset: this one, where it has both."""
@@ -147,7 +147,7 @@ def _whose(command: Sequence[str]) -> str:
 def _report(folder: Path, target: Target, devices: int) -> Compiled:
     program = json.loads((folder / "program.json").read_text())
     found = json.loads((folder / "compiled.json").read_text())
-    software = {name: each for name in ("torch", "torch_xla") if (each := _version(name))}
+    software = {name: each for name in ("torch", "torch_xla") if (each := version_of(name))}
     software |= {"jax": found["jax"], "libtpu": found["libtpu"]}
     common: dict[str, Any] = {
         "chip": target.chip,
