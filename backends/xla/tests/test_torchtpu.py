@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,7 +161,8 @@ def test_importing_torch_without_libtpu_ends_the_process() -> None:
     """Where torch_tpu is loaded with torch: why make test-tpu, and our README, switch that off."""
     assert importlib.util.find_spec("libtpu") is None
     done = _python("import torch")
-    assert done.returncode == -signal.SIGABRT
+    assert done.returncode
+    assert "Traceback" not in done.stderr  # no exception that could be caught
     assert "Environment variable TPU_LIBRARY_PATH is not set" in done.stderr
 
 

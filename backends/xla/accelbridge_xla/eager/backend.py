@@ -49,7 +49,7 @@ class TorchTpuBackend(Backend):
 
         found = self.host or self.probe()
         chip, _ = self.chip(found)
-        return SdpaAttention(candidates(chip in self.chips.values(), found.software))
+        return SdpaAttention(candidates(chip in {each.name for each in hardware.GENERATIONS.values()}, found.software))
 
     def implementations(self) -> Sequence[Implementation]:
         from accelbridge.portable.adamw import FUSED_ADAMW
