@@ -20,6 +20,9 @@ from typing import Any, Self
 from gate import CONTROL
 
 RANKS = 2
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+"""For every loop. glibc otherwise moves these thresholds while it runs, and how often a step's tensors are mapped anew
+(3000 to 7000 page faults a step; so, 300 to 600) is luck of the process, not of what is measured."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -113,7 +116,8 @@ class Arm:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
         env = os.environ | {name: str(value) for name, value in ranks.items()}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, CONTROL: f"{their_read},{their_write}", **self._env}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, CONTROL: f"{their_read},{their_write}"}
+        env |= ALLOCATOR | self._env
         log = self._resources.enter_context((self._folder / f"rank{rank}.log").open("wb"))
         process = subprocess.Popen(
             self._command, env=env, stdout=log, stderr=subprocess.STDOUT, pass_fds=(their_read, their_write)

@@ -41,13 +41,19 @@ SIZES = {
         global_batch_size=8,
         seq_len=256,
     ),
+    "vocabulary": Size(
+        {"vocab_size": 65536, "dim": 384, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 704},
+        global_batch_size=2,
+        seq_len=64,
+    ),
     "tiny": Size(
         {"vocab_size": 257, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64},
         global_batch_size=4,
         seq_len=32,
     ),
 }
-"""``demo`` is recipes/demo.yaml; in ``larger`` what is fixed per step weighs less; ``tiny`` is for tests."""
+"""``demo`` is recipes/demo.yaml; in ``larger`` what is fixed per step weighs less, and in ``vocabulary``, whose
+processes take more than 1 GB, what is fixed per process; ``tiny`` is for tests."""
 
 
 def make_case(folder: Path, size: Size, steps: int, **settings: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="demo,larger", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", default="demo,larger,vocabulary", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--turns", type=int, default=12, help="turns of each side in all")
     parser.add_argument("--pairs", type=int, default=4, help="how often both sides start anew in that time")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
