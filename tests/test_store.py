@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from accelbridge.memory.store import (
     StoreGone,
     StoreOptions,
     StoreReadOnly,
+    bandwidth,
     measure,
 )
 from accelbridge.memory.store.buffers import ALIGNMENT, aligned
@@ -495,19 +496,22 @@ def test_a_measurement_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_measurement_counts_bytes_and_seconds(tmp_path: Path) -> None:
-    """A disk that takes 10 ms per call of a mebibyte and is asked by one thread moves at most 105 MB/s."""
+def test_a_rate_counts_all_that_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock that moves by 0.3 s for each wait: three turns begin within 0.5 s, and all three are waited for."""
+    now = [5.0]
+    began: list[int] = []
 
-    class Slow(Files):
-        def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-            time.sleep(0.01)
-            return super().read(descriptor, buffers, offset)
+    class Moving:
+        def wait(self) -> None:
+            now[0] += 0.3
 
-        def free(self, folder: Path) -> int:
-            return 64 << 20
+    def start(turn: int) -> Any:
+        began.append(turn)
+        return Moving()
 
-    found = measure(tmp_path, 0.2, StoreOptions(queue_depth=1), Slow())
-    assert 10e6 < found.read < 105e6 < found.write
+    monkeypatch.setattr(bandwidth.time, "monotonic", lambda: now[0])
+    assert bandwidth._rate(start, 90, 0.5) == pytest.approx(3 * 90 / 0.9)
+    assert began == [0, 1, 2]
 
 
 def test_what_a_step_needs_is_compared() -> None:
