@@ -86,11 +86,7 @@ class XlaBackend(Backend):
             several_processes=unsupported(hardware.ONE_PROCESS),
             pinned_host_memory=unsupported("torch_xla copies from pageable memory"),
             wrong_references={"dropout": _DROPOUT, "linear bfloat16": _NARROW, "embedding bfloat16": _WIDE},
-            facts={
-                "move.zero_sign": "lost",
-                "rng.stream": "by_graph",
-                **(_FLUSHED if chip == hardware.VIRTUAL else {}),
-            },
+            facts=_FACTS | (_FLUSHED if chip == hardware.VIRTUAL else {}),
             subnormals={"float32": "flushed", "bfloat16": "flushed"} if chip == hardware.VIRTUAL else {},
         )
 
