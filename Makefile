@@ -3,10 +3,11 @@
 # Both make .venv where it is absent; a fresh machine needs Python 3.11, pip and gcc.
 PYTHON ?= python3.11
 BIN := .venv/bin
+TORCHTPU := .venv-torchtpu/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-kernels test-sim test-xla test-tpu test-ray toy parity faults kernels certify mutants certify-all install clean
+.PHONY: demo test lint types tests test-kernels test-sim test-xla test-tpu sample-xla test-ray toy parity faults kernels certify mutants certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -67,6 +68,11 @@ test-xla: .venv-xla/installed .venv-tpu/installed
 	ACCELBRIDGE_TPU_COMPILER_PYTHON=$(CURDIR)/.venv-tpu/bin/python .venv-xla/bin/python -m pytest backends/xla/tests
 	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
 
+# What .ci/run takes of test-xla and test-tpu: facts, what is refused, what a step does, one process that trains.
+sample-xla: .venv-xla/installed .venv-torchtpu/installed
+	.venv-xla/bin/python -m pytest $(patsubst %,backends/xla/tests/test_%.py,facts watch traps)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU)/python -m pytest -k "torchtpu_facts or one_process" backends/xla/tests/test_torchtpu*.py
+
 .venv-xla/installed: pyproject.toml constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints-xla.txt -e ".[dev,xla]"
@@ -74,7 +80,6 @@ test-xla: .venv-xla/installed .venv-tpu/installed
 
 # TorchTPU on this machine's CPU, by XLA's CPU client as a PJRT plugin, in an environment of its own. libtpu is not in it:
 # torch_tpu comes without what it asks for, and must not be loaded by `import torch`, which without libtpu ends the process.
-TORCHTPU := .venv-torchtpu/bin
 HOSTED := absl-py frozendict immutabledict portpicker pyzmq tensorboard
 test-tpu: .venv-torchtpu/installed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU)/python -m pytest backends/xla/tests/test_torchtpu*.py

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_one_process_trains_as_the_cpu_does(fitted: Fitted) -> None:
 
 def test_bfloat16_trains_as_the_cpu_does(fitted: Fitted) -> None:
     """Products are rounded once by both; sums over rows are not in one order."""
-    close(*(fitted(backend, 1) / "bfloat16" for backend in (on_host.NAME, "cpu")), rel=2e-2)
+    close(fitted(on_host.NAME, 1) / "bfloat16", fitted("cpu", 1) / "bfloat16", rel=2e-2)
 
 
 def test_one_process_resumes_bit_for_bit(fitted: Fitted) -> None:
@@ -112,7 +113,8 @@ def test_memory_that_the_runtime_does_not_count_is_not_told(fitted: Fitted) -> N
 def _resumed_bit_for_bit(runs: Path, whole: str) -> None:
     steps = cli.steps_of(runs / f"{whole}, resumed")
     assert list(steps) == list(range(HALF + 1, STEPS + 1))
-    same_bits(*(runs / name / "checkpoints" / f"step_{STEPS}" for name in (f"{whole}, resumed", whole)))
+    resumed, straight = (runs / name / "checkpoints" / f"step_{STEPS}" for name in (f"{whole}, resumed", whole))
+    same_bits(resumed, straight)
 
 
 # ----------------------------------------------------------------------------------------------- two processes
@@ -120,7 +122,7 @@ def _resumed_bit_for_bit(runs: Path, whole: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_train_as_the_cpu_does(name: str, fitted: Fitted) -> None:
-    close(*(fitted(backend, 2) / name for backend in (on_host.NAME, "cpu")))
+    close(fitted(on_host.NAME, 2) / name, fitted("cpu", 2) / name)
 
 
 def test_two_processes_resume_bit_for_bit(fitted: Fitted) -> None:
@@ -140,7 +142,8 @@ def test_a_checkpoint_of_two_ranks_moves(backend: str, fitted: Fitted) -> None:
 def test_the_plan_says_what_serves_and_what_is_simulated(tmp_path: Path, fitted: Fitted) -> None:
     recipe = cli.write_recipe(tmp_path / "run.yaml", fitted(on_host.NAME, 1).parent / "store")
     site = on_host.site(tmp_path / "site")
-    done = cli.run("explain", str(recipe), "--backend", on_host.NAME, **on_host.environment(site))
+    env: dict[str, Any] = {**on_host.environment(site)}
+    done = cli.run("explain", str(recipe), "--backend", on_host.NAME, **env)
     assert done.returncode == 0, done.stderr
     for part in ("torch_tpu 0.2.0", on_host.CHIP, "(simulated)", "not flash: ", "not splash: "):
         assert part in done.stdout, done.stdout
