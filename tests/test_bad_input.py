@@ -106,9 +106,15 @@ BY_SETTING: list[tuple[list[str], list[str]]] = [
     ),
     (["memory.recompute.ops=[embedding]"], ['names "embedding"', "outside the shard units", "remove it"]),
     (["memory.recompute.budget=1KiB"], ["1024 bytes asked", "the least is", "outside the layers", "set ", " or more"]),
-    (["memory.activations=host"], ["memory.activations host asked", "not supported yet"]),
-    (["memory.optimizer=nvme"], ["memory.optimizer nvme asked", "not supported yet", "set memory.optimizer: device"]),
-    (["memory.parameters=host"], ["memory.parameters host asked", "not supported yet"]),
+    (
+        ["memory.activations=nvme"],
+        ["memory.activations nvme asked", "not supported yet", "set memory.activations: host"],
+    ),
+    (["memory.optimizer=nvme"], ["memory.optimizer nvme asked", "not supported yet", "set memory.optimizer: host"]),
+    (
+        ["memory.parameters=host"],
+        ["memory.optimizer device asked with memory.parameters host", "set memory.parameters: device"],
+    ),
     (["backend.profile=fast"], ['backend.profile "fast" asked', "no network profiles", "remove it"]),
     (["parallel.dp_shard=2"], ["parallel.dp_shard 2 asked", "2 devices", "the run has 1", "--nproc 2"]),
     (["parallel.dp_replicate=2"], ["parallel.dp_replicate 2 asked", "1 device", "not a multiple of 2"]),
