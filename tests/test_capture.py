@@ -36,6 +36,8 @@ RUNS: dict[str, tuple[int, Sections]] = {
     "evaluated": (4, {"train": {"eval_interval": 2}}),
 }
 """Rows of a microbatch, of 8 of a step, and what else is special."""
+SAMPLE = ("one microbatch", "four", "dropout")
+"""Of every run of all tests; the others are in a full one."""
 
 
 def recipe(output: Path, store: Path, capture: bool, microbatch: int, sections: Sections) -> dict[str, Any]:
@@ -48,11 +50,11 @@ def recipe(output: Path, store: Path, capture: bool, microbatch: int, sections: 
     return made
 
 
-def _fit(ctx: Rank, folder: Path, store: Path) -> dict[str, tuple[int, int]]:
-    """Train all runs without and with capture; calls of the model with gradients in the latter, and replays."""
+def _fit(ctx: Rank, folder: Path, store: Path, names: list[str]) -> dict[str, tuple[int, int]]:
+    """Train these runs without and with capture; calls of the model with gradients in the latter, and replays."""
     ctx.launched()
     with taped_cpu():
-        return {run: _fit_both(folder, store, run) for run in RUNS}
+        return {run: _fit_both(folder, store, run) for run in names}
 
 
 def _fit_both(folder: Path, store: Path, run: str) -> tuple[int, int]:
@@ -68,10 +70,18 @@ def _fit_both(folder: Path, store: Path, run: str) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Path, dict[str, tuple[int, int]]]:
-    """The folder with all runs, and what each counted."""
+def fitted(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, store: Path
+) -> tuple[Path, dict[str, tuple[int, int]]]:
+    """The folder with the runs that are asked for, and what each counted."""
     folder = tmp_path_factory.mktemp("captured")
-    return folder, run_ranks(_fit, 1, folder, store, timeout=280)[0]
+    asked = [item for item in request.session.items if isinstance(item, pytest.Function) and _fit_is_for(item)]
+    names = [item.callspec.params["run"] for item in asked]
+    return folder, run_ranks(_fit, 1, folder, store, names, timeout=600)[0]
+
+
+def _fit_is_for(item: pytest.Function) -> bool:
+    return item.originalname == test_a_captured_run_is_bitwise_the_other.__name__ and item.path == Path(__file__)
 
 
 def said(output: Path) -> list[list[Any]]:
@@ -80,7 +90,7 @@ def said(output: Path) -> list[list[Any]]:
     return [[line.get(key) for key in keys] for line in cli.lines_of(output) if line.get("event") != "memory"]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[] if run in SAMPLE else [pytest.mark.full]) for run in RUNS])
 def test_a_captured_run_is_bitwise_the_other(run: str, fitted: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     folder, found = fitted
     microbatches = STEPS * (8 // RUNS[run][0])
