@@ -7,7 +7,7 @@ TORCHTPU := .venv-torchtpu/bin
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint types tests test-kernels test-sim test-xla test-tpu sample-xla test-ray toy parity faults kernels certify mutants certify-all install clean
+.PHONY: demo test lint types tests test-kernels test-sim test-xla test-tpu sample-xla sample-tpu test-ray toy parity faults kernels certify mutants certify-all install clean
 
 demo: install
 	$(BIN)/python examples/demo.py $(DEMO)
@@ -68,9 +68,12 @@ test-xla: .venv-xla/installed .venv-tpu/installed
 	ACCELBRIDGE_TPU_COMPILER_PYTHON=$(CURDIR)/.venv-tpu/bin/python .venv-xla/bin/python -m pytest backends/xla/tests
 	.venv-xla/bin/python -m pytest -n $(WORKERS) --dist loadfile --ignore-glob='*/test_sim*' -m "not full"
 
-# What .ci/run takes of test-xla and test-tpu: facts, what is refused, what a step does, one process that trains.
-sample-xla: .venv-xla/installed .venv-torchtpu/installed
+# What .ci/run takes of test-xla: facts, what is refused, what a step does.
+sample-xla: .venv-xla/installed
 	.venv-xla/bin/python -m pytest $(patsubst %,backends/xla/tests/test_%.py,facts watch traps)
+
+# The same of test-tpu: facts, and one process that trains; not in .ci/run yet.
+sample-tpu: .venv-torchtpu/installed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU)/python -m pytest -k "torchtpu_facts or one_process" backends/xla/tests/test_torchtpu*.py
 
 .venv-xla/installed: pyproject.toml constraints-xla.txt
