@@ -93,7 +93,7 @@ test-tpu: .venv-torchtpu/installed
 	$(TORCHTPU)/pip install --quiet --disable-pip-version-check -c constraints-torchtpu.txt -e ".[dev]" $(HOSTED)
 	touch $@
 
-# libtpu, whose compiler needs no TPU; asked in a process of its own, since it comes with jax and not with torch_xla's libraries.
+# libtpu, whose compiler needs no TPU; asked in a process of its own, since it comes with jax and not with torch_xla.
 .venv-tpu/installed: constraints-tpu.txt
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/pip install --quiet --disable-pip-version-check -r constraints-tpu.txt

@@ -43,7 +43,7 @@ class LossScale:
         """Divide the gradients by the scale. An overflow stays what it is: infinite or not a number."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, self.scale.reciprocal())
+            torch._foreach_mul_(gradients, self.scale.reciprocal().to(gradients[0].device))
 
     def step(self, optimizer: torch.optim.Optimizer, norm: Tensor, mask: Tensor | None = None) -> None:
         """Update, unless ``norm`` (of all gradients on all ranks) is not finite or ``mask`` (a bool scalar) says not
