@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -385,6 +385,24 @@ _SHARES = (3, -1, 2, 4)
 """Sum to 8, which is the number of rows of a step."""
 
 
+def _updates_add_up(
+    t: Bench, sizes: Tensor, signs: Tensor, model: Callable[[], nn.Module], rows: Rows, loss: Any
+) -> None:
+    """In every layout, after 64 updates of 2^-9 of each weight."""
+    want = sizes - signs * sizes * 64 * 2.0**-9
+    for name, parallel in layouts(t, stages=(3,)).items():
+        sections: dict[str, Any] = {
+            "parallel": parallel,
+            "precision": {"compute": "bfloat16", "params": "float32"},
+            "optimizer": {"lr": 2.0**-9},
+            "train": {"steps": 64},
+        }
+        with trainer(t, name, model(), rows, loss=loss, sgd=1.0, **sections) as run:
+            for _ in range(64):
+                step(t, run)
+            t.equal(weights(t, run)["weight"], want, name=name)
+
+
 def _master_weights_of_ops(t: Bench) -> None:
     """With bfloat16 compute the parameters stay float32: 64 updates of 2^-9 of a weight, each less than half of a
     bfloat16 step, add up exactly. The model calls ``ops.linear``; each row of the data reaches one column."""
@@ -394,18 +412,7 @@ def _master_weights_of_ops(t: Bench) -> None:
     shares = torch.tensor(_SHARES, dtype=torch.float32).unsqueeze(1)
     x = torch.eye(2).repeat_interleave(len(_SHARES), 0)
     y = torch.cat([shares * column for column in (signs * sizes).t()])
-    want = sizes - signs * sizes * 64 * 2.0**-9
-    for name, parallel in layouts(t, stages=(3,)).items():
-        sections: dict[str, Any] = {
-            "parallel": parallel,
-            "precision": {"compute": "bfloat16", "params": "float32"},
-            "optimizer": {"lr": 2.0**-9},
-            "train": {"steps": 64},
-        }
-        with trainer(t, name, _OfOps(sizes), Rows(x=x, y=y), loss=_Weighed(), sgd=1.0, **sections) as run:
-            for _ in range(64):
-                step(t, run)
-            t.equal(weights(t, run)["weight"], want, name=name)
+    _updates_add_up(t, sizes, signs, lambda: _OfOps(sizes), Rows(x=x, y=y), _Weighed())
 
 
 @case("TRN-008", "train", worlds=(2,), group=False, spmd=_master_weights_of_ops)
@@ -415,19 +422,8 @@ def master_weights(t: Bench) -> None:
     t.require("linear", "bfloat16")
     sizes = torch.exp2(t.integers(7, 2, low=-2, high=2, name="e"))
     signs = t.integers(7, 2, low=0, high=1, name="s") * 2 - 1
-    want = sizes - signs * sizes * 64 * 2.0**-9
-    for name, parallel in layouts(t, stages=(3,)).items():
-        sections: dict[str, Any] = {
-            "parallel": parallel,
-            "precision": {"compute": "bfloat16", "params": "float32"},
-            "optimizer": {"lr": 2.0**-9},
-            "train": {"steps": 64},
-        }
-        rows = Rows(x=rows_with_mean((signs * sizes).flatten()))
-        with trainer(t, name, Given(weight=sizes), rows, loss=Inner(), sgd=1.0, **sections) as run:
-            for _ in range(64):
-                step(t, run)
-            t.equal(weights(t, run)["weight"], want, name=name)
+    rows = Rows(x=rows_with_mean((signs * sizes).flatten()))
+    _updates_add_up(t, sizes, signs, lambda: Given(weight=sizes), rows, Inner())
 
 
 _HALF = (("linear", "float16", ""),)
