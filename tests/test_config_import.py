@@ -18,6 +18,8 @@ from accelbridge.train.config import TrainConfig
 from accelbridge.train.optim import learning_rate
 from tests import cli
 
+pytestmark = pytest.mark.usefixtures("unbound")
+
 FILE: dict[str, Any] = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,

@@ -21,6 +21,8 @@ from tests import cli
 from tests.parity.rows import HOST, MODEL, ROWS, Row
 from tests.ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.usefixtures("unbound")
+
 ELEMENTS = SMALLEST // 4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from accelbridge.train.prepare import prepare
 from tests import cli
 from tests.ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.usefixtures("unbound")
+
 CONFIG = ModelConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=192)
 SHAPE = (2, 32)
 NONE, FULL = Recompute(), Recompute("full")
@@ -39,12 +41,6 @@ CHEAP = Recompute("selective", ("rms_norm", "rope", "swiglu"))
 WITHOUT_LINEAR = Recompute("selective", ("rms_norm", "rope", "attention", "swiglu"))
 Bound = dict[str, Callable[..., Any]]
 ATTENTION: Bound = {"sdpa": sdpa, "reference": ops.reference("attention")}
-
-
-@pytest.fixture(autouse=True)
-def unbound() -> Iterator[None]:
-    yield
-    ops.reset()
 
 
 class Alive(TorchDispatchMode):

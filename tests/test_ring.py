@@ -6,7 +6,9 @@ import gc
 import sys
 import threading
 import time
+import traceback
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from accelbridge.portable import ring
 from accelbridge.portable.lowerings import Call
 from accelbridge.portable.ring import GroupFacts, Ring, brief, call_site, where
 
-COST_S = 5e-6
-"""Of recording one call, in processor time."""
+SHARE = 0.25
+"""Of what Python's own account of the stack costs, which recording one call may cost."""
 
 
 class Work:
@@ -100,17 +102,20 @@ def test_failures_keep_the_first_reason() -> None:
 
 
 def test_recording_is_cheap() -> None:
+    """Beside what would tell the same, in one run: how long either takes depends on the machine."""
     kept, group, call = Ring(), GroupFacts("a", [0, 1]), allreduce(32, 64)
 
-    def timed(depth: int) -> float:  # the stack of a model's forward is some 20 functions deep
+    def timed(depth: int, what: Callable[[], object], times: int) -> float:  # a forward pass is some 20 functions deep
         if depth:
-            return timed(depth - 1)
+            return timed(depth - 1, what, times)
         began = time.thread_time()
-        for _ in range(500):
-            kept.record(group, call)
-        return (time.thread_time() - began) / 500
+        for _ in range(times):
+            what()
+        return (time.thread_time() - began) / times
 
-    assert min(timed(20) for _ in range(20)) < COST_S
+    recorded = min(timed(20, lambda: kept.record(group, call), 500) for _ in range(20))
+    whole = min(timed(20, traceback.extract_stack, 50) for _ in range(10))
+    assert recorded < SHARE * whole
 
 
 def test_reading_while_another_thread_records() -> None:
