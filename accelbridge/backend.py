@@ -446,6 +446,10 @@ class Collectives(ABC):
     library: str
     """Name of the collective library, shown in the plan."""
 
+    before_device: ClassVar[bool] = False
+    """Whether the default group must be there before the device is bound, and lasts as long as the process: its runtime
+    joins others when it starts. :meth:`init` after :meth:`shutdown` then finds it as it was."""
+
     @abstractmethod
     def environment(self, world: World) -> Mapping[str, str]:
         """Variables the vendor's library wants before it is imported. A value the user has set wins."""

@@ -37,8 +37,9 @@ def main() -> None:
 
     if world.size == 1:  # it needs no device, which the process that started the launcher may hold
         _fail(folder)
-    device = backend.device.bind(world)
-    backend.collectives.init(connect(world, 60.0), world, timeout_s=_ENOUGH_S, check=False)
+    from accelbridge.portable.collectives import join
+
+    device = join(backend.device, backend.collectives, connect(world, 60.0), world, _ENOUGH_S)
     x = torch.ones(64, device=device)
     dist.all_reduce(x)
     if world.rank == 1:

@@ -66,8 +66,11 @@ class _Rank:
         chip = probe.devices[rank % len(probe.devices)].chip if probe.devices else "unknown"
         self.selection = selection
         self.capabilities = self.backend.capabilities(chip, probe.software)
-        self.device = self.backend.device.bind(self.world)
         self.store: Any = self._connect() if size > 1 else None
+        if self.backend.collectives.before_device:  # and it lasts; every case with a group finds this one
+            alone = torch.distributed.HashStore()
+            self.backend.collectives.init(self.store or alone, self.world, timeout_s=60.0, check=False)
+        self.device = self.backend.device.bind(self.world)
         from accelbridge.conformance.registry import cases
 
         self.cases = cases()

@@ -54,7 +54,8 @@ class PackedSamples:
     * ``targets`` int64 [S], the next tokens; -100 where the next token belongs to another document;
     * ``segments`` int32 [S], the documents counted from 0 within the sample.
 
-    Without ``document_mask`` all segments are 0 and no target is left out: the store is one long document.
+    Without ``document_mask`` there are no segments, as kernels want it that take no mask, and no target is left out:
+    the store is one long document.
     Raises ``DataError`` if the store has fewer tokens than one sample.
     """
 
@@ -78,15 +79,12 @@ class PackedSamples:
         start, length = index * self.seq_len, self.seq_len + 1
         tokens = self.store.window(start, length)
         targets = tokens[1:].copy()
-        segments = np.zeros(length, dtype=np.int32)
+        sample = {"tokens": torch.from_numpy(tokens[:-1])}
         if self.document_mask:
             segments = self.store.segments(start, length)
             targets[segments[1:] != segments[:-1]] = IGNORE
-        return {
-            "tokens": torch.from_numpy(tokens[:-1]),
-            "targets": torch.from_numpy(targets),
-            "segments": torch.from_numpy(segments[:-1]),
-        }
+            sample["segments"] = torch.from_numpy(segments[:-1])
+        return {**sample, "targets": torch.from_numpy(targets)}
 
 
 def check_samples(samples: object, what: str = "training") -> Samples:

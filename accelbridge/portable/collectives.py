@@ -9,14 +9,27 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from accelbridge.backend import Collectives, Lowering, World
+from accelbridge.backend import Collectives, Device, Lowering, World
 from accelbridge.errors import BackendError
 from accelbridge.portable.process_group import devices_of, register
 
 INTERPOSED = "interposed"
 """The c10d backend name under which lowered or checked groups run."""
+
+
+def join(
+    device: Device, collectives: Collectives, store: dist.Store, world: World, timeout_s: float, check: bool = False
+) -> torch.device:
+    """Bind the device and make the default group, in the order that the vendor wants; returns the device."""
+    if collectives.before_device:
+        collectives.init(store, world, timeout_s, check)
+        return device.bind(world)
+    bound = device.bind(world)
+    collectives.init(store, world, timeout_s, check)
+    return bound
 
 
 class TorchCollectives(Collectives):

@@ -45,6 +45,7 @@ from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.parallel.layout import Layout
 from accelbridge.parallel.spec import ShardingSpec, check_data_parallel, data_parallel_dim
 from accelbridge.portable.capture import CapturedPasses, Passes
+from accelbridge.portable.collectives import join
 from accelbridge.portable.dtensor_cache import forget_meshes
 from accelbridge.portable.evaluation import without_training
 from accelbridge.portable.replicas import Replicas
@@ -90,8 +91,7 @@ class EagerExecution(Execution):
         return 1
 
     def start(self, store: dist.Store, world: World, layout: Layout, timeout_s: float, check: bool) -> None:
-        self.device = self._device.bind(world)
-        self._collectives.init(store, world, timeout_s, check)
+        self.device = join(self._device, self._collectives, store, world, timeout_s, check)
         self._layout = layout
         axes = {axis: getattr(layout, axis) for axis in AXES if axis == "dp_shard" or getattr(layout, axis) > 1}
         self._mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -101,8 +101,10 @@ def _formats(config: Fp8Config, capabilities: Capabilities, backend: str) -> tup
     known = str(capabilities.facts.get("fp8.variant", "")).split()
     where = f'backend "{backend}" on {capabilities.chip.name}'
     if not known:
+        stated = (cell.reason for (op, *_), cell in capabilities.table.items() if op == "scaled_mm" and not cell)
+        why = next((f": {reason}" for reason in stated if reason), "")
         raise Unsupported(
-            f'precision "fp8" asked; {where} has no fp8 matmul; set precision.compute: bfloat16, or see '
+            f'precision "fp8" asked; {where} has no fp8 matmul{why}; set precision.compute: bfloat16, or see '
             "'accelbridge explain'"
         )
     variant = known[0] if config.variant == "auto" else config.variant
