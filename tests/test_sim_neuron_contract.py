@@ -77,12 +77,19 @@ def claims(ctx: Rank, folder: Path) -> None:
     """Every reduction and move that the table claims is taken, and what lowerings are for is lowered."""
     backend, device = begin(ctx)
     for (op, dtype, kind), cell in backend.capabilities("AWS Trainium2", {}).table.items():
-        if cell and op in ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all"):
+        if (
+            cell
+            and kind != "premul_sum"
+            and op in ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all")
+        ):
             x = torch.ones(ctx.size * 2, dtype=getattr(torch, dtype), device=device)
             _call(op, x, kind)
     codes = torch.arange(4, dtype=torch.uint8, device=device).view(torch.float8_e5m2)
     gathered = torch.empty(4 * ctx.size, dtype=torch.uint8, device=device).view(torch.float8_e5m2)
     dist.all_gather_into_tensor(gathered, codes)
+    dist.all_reduce(torch.ones(0, device=device))
+    with pytest.raises(Unsupported, match="library has SUM, AVG, MIN and MAX"):
+        dist.all_reduce(torch.ones(2, device=device), op=dist.ReduceOp.PRODUCT)
     sent = [1, 3] if ctx.rank == 0 else [2, 1]
     received = [1, 2] if ctx.rank == 0 else [3, 1]
     mine = torch.full((sum(sent),), float(ctx.rank), device=device)
@@ -384,10 +391,6 @@ def _send(execution: EagerExecution) -> None:
         work.wait()
 
 
-def _nothing_to_sum(execution: EagerExecution) -> None:
-    dist.all_reduce(torch.ones(0, device=execution.device))
-
-
 def _float64_sum(execution: EagerExecution) -> None:
     torch.ones(2, device=execution.device).double()
 
@@ -439,7 +442,8 @@ MUTANTS: dict[str, Mutant] = {
     "memory by a name that is not there": Mutant(
         _patched(_DEVICE, memory=_portable_memory), starts, 2, "torch.neuron.mem_get_info was asked for"
     ),
-    "PRODUCT claimed": Mutant(_claim(all_reduce="float32/product"), claims, 2, "AllReduce PRODUCT operation unsuppor"),
+    "PRODUCT claimed": Mutant(_claim(all_reduce="float32/product"), claims, 2, "library has SUM, AVG, MIN and MAX"),
+    "PRODUCT let through": Mutant(_without("refused_product"), claims, 2, "AllReduce PRODUCT operation unsupported"),
     "fp8 as it is": Mutant(_without("fp8_bytes"), claims, 2, "NEURON-GRP-004"),
     "uneven splits as they are": Mutant(_without("uneven_all_to_all"), claims, 2, "Only even split sizes are"),
     "groups of any size": Mutant(
@@ -447,7 +451,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a barrier of some ranks": Mutant(_end_step(_barrier), trains, 2, "Barrier is implemented only for default group"),
     "point to point": Mutant(_end_step(_send), trains, 2, "NEURON-GRP-008"),
-    "a sum of nothing": Mutant(_end_step(_nothing_to_sum), trains, 2, "cannot have zero size in dimension 0"),
+    "a sum of nothing": Mutant(_without("nothing"), claims, 2, "cannot have zero size in dimension 0"),
     "float64 in a step": Mutant(_end_step(_float64_sum), narrows, 1, "NEURON-TYP-002"),
     "batches of any dtype": Mutant(
         _patched("accelbridge_neuron.execution", check_dtype=_any_dtype), narrows, 1, "NEURON-TYP-002"

@@ -67,10 +67,11 @@ class _Rank:
         self.selection = selection
         self.capabilities = self.backend.capabilities(chip, probe.software)
         self.store: Any = self._connect() if size > 1 else None
+        device = self.backend.device
         if self.backend.collectives.before_device:  # and it lasts; every case with a group finds this one
             alone = torch.distributed.HashStore()
             self.backend.collectives.init(self.store or alone, self.world, timeout_s=60.0, check=False)
-        self.device = self.backend.device.bind(self.world)
+        self.device = device.bind(self.world)
         from accelbridge.conformance.registry import cases
 
         self.cases = cases()

@@ -183,6 +183,17 @@ def substitute(call: Call, rank: int, codec: Codec) -> Step | None:
 # --------------------------------------------------------------------------------------------------- movement
 
 
+def nothing(call: Call, transport: Transport) -> Step | None:
+    """A collective of tensors without elements -> a sum of one number, so that ranks still wait for each other."""
+    tensors = list(call.tensors())
+    if not tensors or any(tensor.numel() for tensor in tensors) or call.op in ("send", "recv"):
+        return None
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    options.asyncOp = getattr(call.options, "asyncOp", True)
+    return Call("allreduce", [torch.zeros(1, device=tensors[0].device)], options=options), None
+
+
 def _is_float8(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
 
@@ -326,6 +337,16 @@ def int16_as_int32(call: Call, transport: Transport) -> Step | None:
     return substitute(call, transport.rank, _INT32)
 
 
+def refused_product(call: Call, transport: Transport) -> Step | None:
+    """PRODUCT and bitwise operations raise ``Unsupported``, for libraries that have none of them."""
+    if call.reduce_op in ("PRODUCT", "BAND", "BOR", "BXOR"):
+        raise Unsupported(
+            f"asked: {call.op} ({call.reduce_op}); found: the vendor's library has SUM, AVG, MIN and MAX; do: gather and "
+            "combine on each rank"
+        )
+    return None
+
+
 def premul_as_sum(call: Call, transport: Transport) -> Step | None:
     """PREMUL_SUM -> SUM of copies that have been multiplied with the factor.
 
@@ -395,12 +416,14 @@ def nan_minmax(call: Call, transport: Transport) -> Step | None:
 LIBRARY: dict[str, Rewrite] = {
     rewrite.__name__: rewrite
     for rewrite in (
+        nothing,
         fp8_bytes,
         list_all_to_all,
         contiguous,
         uneven_all_to_all,
         float32_reduce,
         int16_as_int32,
+        refused_product,
         premul_as_sum,
         avg_as_sum,
         nan_minmax,

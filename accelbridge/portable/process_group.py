@@ -270,7 +270,7 @@ def _kind(call: Call) -> tuple[Any, ...] | None:
     if call.op not in _BY_KIND:
         return None
     tensors = [t for part in (call.outputs, call.inputs) if part is not None for t in _listed(part)]
-    if not all(t.is_contiguous() for t in tensors):
+    if not all(t.is_contiguous() and t.numel() for t in tensors):
         return None
     return (call.op, call.reduce_op, *(t.dtype for t in tensors))
 

@@ -18,10 +18,28 @@ STRINGS = {"mixed": "cpu:gloo,neuron:neuron", "neuron": "neuron"}
 NEFF_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 LOWERINGS = (
     Lowering(
+        "nothing",
+        applies="tensors without elements",
+        into="a sum of one number",
+        reason='Neuron\'s library refuses them ("tensors cannot have zero size in dimension 0", second hand)',
+    ),
+    Lowering(
         "uneven_all_to_all",
         applies="all_to_all_single with split sizes",
         into="one with equal splits, padded with zeros",
         reason='Neuron\'s library takes even splits only ("Only even split sizes are supported", second hand)',
+    ),
+    Lowering(
+        "premul_as_sum",
+        applies="PREMUL_SUM",
+        into="SUM of copies that have been multiplied",
+        reason="the vendor emulates it in a way that no document states",
+    ),
+    Lowering(
+        "refused_product",
+        applies="PRODUCT and bitwise operations",
+        into="an error before the call",
+        reason='Neuron\'s library lowers none of them ("AllReduce PRODUCT operation unsupported", second hand)',
     ),
     Lowering(
         "fp8_bytes",

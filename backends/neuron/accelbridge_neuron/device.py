@@ -13,7 +13,7 @@ from accelbridge.backend import World
 from accelbridge.errors import BackendError
 from accelbridge.portable.device import TorchDevice
 from accelbridge_neuron import driver
-from accelbridge_neuron.host import CORES, holders, probe
+from accelbridge_neuron.host import CORES, holders, installed, judge
 
 _FORKED = "in forked subprocess"
 _BUSY = ("NC_BUSY", "NRT_RESOURCE", "status code 4", "status code 1005")
@@ -24,10 +24,11 @@ class NeuronDevice(TorchDevice):
 
     def __init__(self) -> None:
         super().__init__("neuron")
+        self._visible = driver.visible_cores()  # later the SDK sets it to this rank's own core
 
     def count(self) -> int:
-        # After the group exists, the SDK counts the processes of this host and not its cores.
-        return len(probe().devices)
+        # With a group, the SDK counts the processes of this host and not its cores.
+        return len(judge(driver.read(), {driver.VISIBLE: self._visible}, installed()).devices)
 
     def bind(self, world: World) -> torch.device:
         load()

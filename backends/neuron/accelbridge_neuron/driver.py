@@ -19,6 +19,7 @@ from typing import Any
 CLASS = "sys/devices/virtual/neuron_device"
 MODULE = "sys/module/neuron"
 LISTER = "opt/aws/neuron/bin/neuron-ls"
+VISIBLE = "NEURON_RT_VISIBLE_CORES"
 SECONDS = 20.0
 ROOT = Path("/")
 """Where the file system begins that is read; tests lay out others."""
@@ -85,4 +86,4 @@ def _text(path: Path) -> str:
 
 def visible_cores(environment: Mapping[str, str] = os.environ) -> str:
     """NEURON_RT_VISIBLE_CORES, "" where it is not set."""
-    return environment.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    return environment.get(VISIBLE, "").strip()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accelbridge.backend import FULL, Capabilities, Chip, unsupported
+from accelbridge.backend import FULL, Capabilities, Chip, Support, unsupported
 from accelbridge.portable.device_cells import MOVES, OPS, REDUCTIONS, Cells
 from accelbridge.precision.scalings import SCALINGS
 
 T, GB = 1e12, 10**9
 FLOATS = ("float32", "bfloat16", "float16")
+"""Not float64, which Neuron computes as float32 without a word (SNAP)."""
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 CHIPS: Mapping[str, str] = {"trn2": "AWS Trainium2", "trn3": "AWS Trainium3"}
@@ -42,9 +43,8 @@ REFUSED: Mapping[str, str] = {
 }
 """Other devices of this driver, by its device_name (aws-neuron-driver, neuron_dhal_v*.c)."""
 
-_NARROWED = unsupported("Neuron computes float64 as float32 (SNAP): compute in float32")
 _PRODUCT = unsupported("Neuron's library lowers no PRODUCT (SNAP: AllReduce PRODUCT operation unsupported)")
-_PREMUL = unsupported("PREMUL_SUM is emulated by the vendor, in a way that no document states; scale, then sum")
+_PREMUL = Support("full", lowering="premul_as_sum")
 _FP8: Mapping[str, str] = {
     "AWS Trainium2": "Trainium2 has no e4m3fn (NCC_EVRF051; its own e4m3 ends at 240, and torch has no dtype for it)",
     "AWS Trainium3": "Trainium3 has e4m3fn, but no document shows how to train in it",
@@ -74,7 +74,6 @@ def capabilities(chip: str, software: Mapping[str, str]) -> Capabilities:
 
 def _table(chip: str) -> Cells:
     table: Cells = {(op, dtype, ""): FULL for op in OPS for dtype in FLOATS}
-    table |= {(op, "float64", ""): _NARROWED for op in OPS}
     table["adamw", "float16", ""] = unsupported(
         "float16 cannot hold the squares of gradients below 2^-12: keep parameters in float32"
     )
@@ -83,14 +82,14 @@ def _table(chip: str) -> Cells:
         table |= {(op, dtype, kind): FULL for dtype in FLOATS for kind in ("sum", "avg", "min", "max")}
         table |= {(op, dtype, "product"): _PRODUCT for dtype in FLOATS}
         table |= {(op, dtype, "premul_sum"): _PREMUL for dtype in FLOATS}
-    table |= {(op, "float64", ""): _NARROWED for op in MOVES}
     return table | _fp8(chip)
 
 
 def _fp8(chip: str) -> Cells:
     why = unsupported("; ".join(filter(None, [_FP8.get(chip, ""), _NO_FP8])))
-    moves = unsupported("fp8 collectives fail in the vendor's own tests (SNAP); move codes as uint8")
-    table: Cells = {(op, dtype, ""): moves for op in MOVES for dtype in FP8}
+    # e4m3fn of Trainium2 is not stated at all: nothing of that dtype can lie there.
+    moved = FP8 if chip == "AWS Trainium3" else FP8[1:]
+    table: Cells = {(op, dtype, ""): Support("full", lowering="fp8_bytes") for op in MOVES for dtype in moved}
     for dtype in FP8:
         table |= {(op, dtype, scaling): why for op in ("scaled_mm", "quantize") for scaling in SCALINGS}
     return table

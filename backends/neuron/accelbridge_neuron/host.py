@@ -123,8 +123,9 @@ def _cores(reading: Reading) -> tuple[list[DeviceInfo], list[str]]:
     cores: list[DeviceInfo] = []
     for number, name in reading.names.items():
         count, memory = _logical(listed.get(number))
-        for _ in range(count):
-            cores.append(DeviceInfo(len(cores), f"AWS {name}", memory, f"/{driver.CLASS}/neuron{number}"))
+        for place in range(count):
+            path = f"/{driver.CLASS}/neuron{number}/neuron_core{place * (CORES // count)}"
+            cores.append(DeviceInfo(len(cores), f"AWS {name}", memory, path))
     return cores, [] if reading.listing is not None else [f"logical cores counted by default (LNC 2): {reading.lister}"]
 
 

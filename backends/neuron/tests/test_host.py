@@ -35,6 +35,11 @@ def lay_out(name: str, root: Path) -> Path:
     return root
 
 
+def reading_of(name: str) -> list[str]:
+    """The devices of one file."""
+    return [path for path in json.loads((DATA / f"{name}.json").read_text())["files"] if path.endswith("device_name")]
+
+
 @pytest.fixture
 def reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # with no neuron-ls of this host's
@@ -69,8 +74,11 @@ def test_a_host_is_listed(reading, name: str, chip: str, cores: int, gib: int) -
 def test_a_machine_is_listed(reading, name: str) -> None:
     found = judge(reading(name))
     assert found.available
-    assert found.devices[0].path == f"/{driver.CLASS}/neuron0"
-    assert found.devices[-1].path.removeprefix(f"/{driver.CLASS}/neuron").isdigit()
+    first, last = (f"/{driver.CLASS}/neuron{number}/neuron_core" for number in (0, len(reading_of(name)) - 1))
+    paths = [device.path for device in found.devices]
+    assert paths[:4] == [f"{first}{core}" for core in (0, 2, 4, 6)]  # a logical core is two physical ones
+    assert paths[-1] == f"{last}6"
+    assert len(set(paths)) == len(paths)  # evidence of hardware needs each device shown
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch_neuronx._runtime import RUNTIME as _RUNTIME  # pyright: ignore[report
 _module: Any = _neuron.module()
 torch.neuron = sys.modules["torch.neuron"] = _module  # pyright: ignore[reportAttributeAccessIssue]
 
-from torch_neuronx import _attention, _compile, _group  # noqa: E402, F401  # pyright: ignore[reportMissingImports]
+from torch_neuronx import _attention, _compile, _copies, _group  # noqa: E402, F401  # pyright: ignore[reportMissingImports]
 
 device_count, synchronize, set_device = _module.device_count, _module.synchronize, _module.set_device
 current_device, get_device_properties, empty_cache = (
