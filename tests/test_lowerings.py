@@ -616,6 +616,34 @@ def test_two_ranks() -> None:
     assert run_ranks(lowered_pair, 2) == [{}, {}]
 
 
+def poor_library(ctx: Rank) -> list[str]:
+    """What is issued for tensors without elements, and for a product, where the library takes neither."""
+    issued: list[str] = []
+    issue = process_group._Inner.issue
+
+    def spy(self: Any, call: Call) -> Any:
+        issued.append(call.op)
+        assert all(tensor.numel() for tensor in call.tensors()), call
+        return issue(self, call)
+
+    process_group._Inner.issue = spy
+    lowerings = [Lowering(name, "", "", "") for name in ("nothing", "refused_product")]
+    with world(ctx, TorchCollectives("gloo", lowerings)):
+        for size in (3, 0, 3, 0):  # what is known of a kind of calls is not of the empty ones
+            x = torch.ones(size)
+            dist.all_reduce(x)
+            assert x.tolist() == [float(ctx.size)] * size
+        dist.all_gather_into_tensor(torch.empty(0, 2), torch.empty(0, 2))
+        dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), op=dist.ReduceOp.MAX)
+        with pytest.raises(Unsupported, match="PRODUCT.*has SUM, AVG, MIN and MAX"):
+            dist.all_reduce(torch.ones(2), op=dist.ReduceOp.PRODUCT)
+    return issued
+
+
+def test_nothing_to_send_and_a_product() -> None:
+    assert run_ranks(poor_library, 2) == [["allreduce"] * 6] * 2
+
+
 UNEVEN = tuple(Lowering(n, "", "", "") for n in ("uneven_all_to_all", "avg_as_sum", *(w.name for w in CPU_LOWERINGS)))
 
 

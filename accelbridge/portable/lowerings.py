@@ -341,8 +341,8 @@ def refused_product(call: Call, transport: Transport) -> Step | None:
     """PRODUCT and bitwise operations raise ``Unsupported``, for libraries that have none of them."""
     if call.reduce_op in ("PRODUCT", "BAND", "BOR", "BXOR"):
         raise Unsupported(
-            f"asked: {call.op} ({call.reduce_op}); found: the vendor's library has SUM, AVG, MIN and MAX; do: gather and "
-            "combine on each rank"
+            f"asked: {call.op} ({call.reduce_op}); found: the vendor's library has SUM, AVG, MIN and MAX; do: gather "
+            "and combine on each rank"
         )
     return None
 

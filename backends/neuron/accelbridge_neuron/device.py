@@ -1,6 +1,6 @@
 """The device of a process: one logical core of a Trainium, "neuron:<local rank>".
 
-Sources are facts NEURON-* of docs/vendor-facts.md."""
+Sources are facts NEURON-* of tests/contracts/neuron.toml."""
 
 from __future__ import annotations
 
