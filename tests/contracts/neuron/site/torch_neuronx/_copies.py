@@ -11,8 +11,12 @@ from torch import Tensor
 _library = torch.library.Library("aten", "IMPL")
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if source.device == target.device and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+    if source.numel() and source.device == target.device and _address(source) == _address(target):
         source = source.clone()
     torch.ops.aten._copy_from(source, target, non_blocking)
     return target
