@@ -635,7 +635,7 @@ def poor_library(ctx: Rank) -> list[str]:
             assert x.tolist() == [float(ctx.size)] * size
         dist.all_gather_into_tensor(torch.empty(0, 2), torch.empty(0, 2))
         dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), op=dist.ReduceOp.MAX)
-        with pytest.raises(Unsupported, match="PRODUCT.*has SUM, AVG, MIN and MAX"):
+        with pytest.raises(Unsupported, match=r"PRODUCT.*has SUM, AVG, MIN and MAX"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.PRODUCT)
     return issued
 

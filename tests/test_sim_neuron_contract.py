@@ -23,7 +23,8 @@ from accelbridge.parallel.layout import Layout
 from accelbridge.portable.collectives import join
 from accelbridge.portable.execution import EagerExecution
 from tests import cli
-from tests.contracts import neuron
+from tests.contracts import facts, neuron
+from tests.contracts.facts import OFFICIAL
 from tests.ranks import Rank, outcomes, run_ranks
 from tests.sim import build
 
@@ -470,7 +471,6 @@ MUTANTS: dict[str, Mutant] = {
     "a group too late unexplained": Mutant(_unexplained, too_late, 1, "should not be initialized before"),
     "a core in use unexplained": Mutant(_unexplained, busy, 1, "NC_BUSY"),
 }
-SAMPLE = tuple(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -479,6 +479,19 @@ def test_forgetting_it_is_seen(mutant: str, folder: Path) -> None:
     found = outcomes(_play, size, folder, scene, mutant, timeout=60)
     said = [f"{outcome.error}: {outcome.message}" for outcome in found if outcome.error]
     assert any(text in each for each in said), said
+
+
+def test_facts_name_tests_that_are_here() -> None:
+    here = {f"test_forgetting_it_is_seen[{name}]" for name in MUTANTS}
+    here |= {f"test_the_contract_is_kept[{scene.__name__}]" for scene, _ in SCENES}
+    ours = [fact for fact in facts().values() if fact.vendor == "neuron"]
+    assert len(ours) > 20
+    for fact in ours:
+        file, _, test = fact.test.partition("::")
+        assert (Path(__file__).parents[1] / file).exists(), fact
+        assert test in here or file != f"tests/{Path(__file__).name}", fact
+    unsure = {fact.id for fact in ours if fact.certainty not in OFFICIAL}
+    assert {"NEURON-GRP-001", "NEURON-GRP-006", "NEURON-GRP-012", "NEURON-ATT-001"} <= unsure
 
 
 def test_the_probe_imports_neither_torch_nor_the_sdk(folder: Path) -> None:
