@@ -25,7 +25,7 @@ from accelbridge.checkpoint.load import load, verify
 from accelbridge.checkpoint.manifest import Manifest
 from accelbridge.checkpoint.metadata import read_metadata
 from accelbridge.checkpoint.save import Checkpointer
-from accelbridge.conformance.bench import Bench
+from accelbridge.conformance.bench import Bench, NotSupported
 from accelbridge.conformance.oracle import training as oracle
 from accelbridge.conformance.registry import case
 from accelbridge.conformance.suite.trainer_support import (
@@ -250,6 +250,8 @@ def asynchronous_save(t: Bench) -> None:
 def other_backend(t: Bench) -> None:
     """A checkpoint that this backend wrote holds tensors and nothing else, and the reference backend reads it with
     equal values."""
+    if t.backend.collectives.before_device:
+        raise NotSupported("its group lasts as long as the process, in which no other backend can follow")
     with trainer(t, "first", Given(**_parameters(t)), _gradients(t), loss=Inner()) as run:
         step(t, run)
         t.run(run.save)
