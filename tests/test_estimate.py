@@ -17,10 +17,12 @@ import torch.distributed as dist
 from accelbridge.backend import Compiled, CompileTimeout, Traffic, World
 from accelbridge.cli.estimate import estimate_text
 from accelbridge.cpu.backend import CpuBackend
+from accelbridge.data.loader import PackedSamples
+from accelbridge.data.store import TokenStore
 from accelbridge.errors import ConfigError, Unsupported
 from accelbridge.estimate import ahead
 from accelbridge.estimate.arithmetic import state_bytes
-from accelbridge.estimate.step import OneStep, _Absent
+from accelbridge.estimate.step import OneStep, _Absent, batches
 from accelbridge.estimate.targets import AbsentMachine
 from accelbridge.memory.use import held
 from accelbridge.models.decoder import Decoder
@@ -42,6 +44,17 @@ def config(**sections: Any) -> TrainConfig:
 def estimate(recipe: Path = DEMO, *overrides: str, assume: tuple[str, ...] = (), **options: Any) -> str:
     given = {"nproc": None, "backend": None, "compile_for": None, "seconds": 1.0, "layers": "auto", "as_json": False}
     return estimate_text(recipe, overrides, assumed=assume, **{**given, **options})
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_a_step_that_is_compiled_has_batches_like_the_loaders(store: Path, document_mask: bool) -> None:
+    asked = config(data={"document_mask": document_mask})
+    made = batches(prepare(asked, World(), writes=False), 1)[0]
+    sample = PackedSamples(TokenStore(store / "train"), asked.train.seq_len, document_mask)[0]
+    assert made.pop("sample_ids").shape == (2,)
+    assert {name: (t.shape[1:], t.dtype) for name, t in made.items()} == {
+        n: (t.shape, t.dtype) for n, t in sample.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- arithmetic

@@ -67,7 +67,8 @@ def batches(prepared: Prepared, coordinates: int) -> list[dict[str, Tensor]]:
     batch = {
         "tokens": torch.zeros(rows, tokens, dtype=torch.int64),
         "targets": torch.full((rows, tokens), IGNORE, dtype=torch.int64),
-        "segments": torch.zeros(rows, tokens, dtype=torch.int32),
         "sample_ids": torch.arange(rows),
     }
+    if prepared.config.data.document_mask:
+        batch["segments"] = torch.zeros(rows, tokens, dtype=torch.int32)
     return [dict(batch) for _ in range(prepared.microbatches)]
