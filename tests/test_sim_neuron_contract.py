@@ -125,12 +125,12 @@ def three(ctx: Rank, folder: Path) -> None:
         NeuronBackend().execution.start(ctx.store(), world_of(ctx), Layout(dp_shard=3), LIMIT, False)
 
 
-def trains(ctx: Rank, folder: Path, **train: Any) -> None:
-    """A few steps of the trainer."""
+def trains(ctx: Rank, folder: Path, name: str = "run", **options: Any) -> None:
+    """A few steps of the trainer, with these options of the backend."""
     neuron.enter(folder)
     ctx.launched()
-    sections: dict[str, Any] = {"train": {"steps": 3, **train}, "backend": {"name": "neuron"}}
-    out = folder / f"{os.getpid()}" if ctx.size == 1 else folder / f"run-{ctx.port}"
+    sections: dict[str, Any] = {"train": {"steps": 3}, "backend": {"name": "neuron", "options": options}}
+    out = folder / (f"{name}-{os.getpid()}" if ctx.size == 1 else f"{name}-{ctx.port}")
     Trainer(cli.recipe(out, folder / "source", **sections)).fit()
 
 
@@ -204,6 +204,7 @@ def falls_back(ctx: Rank, folder: Path) -> None:
     RUNTIME.unimplemented = {"aten::_log_softmax", "aten::logsumexp", "aten::silu", "aten::mm"}
     with pytest.raises(Unsupported, match=r"found: aten::.* ran on the host instead \(torch_neuronx.get_fallback_ops"):
         trains(ctx, folder)
+    trains(ctx, folder, "permitted", fallback_ops=sorted(RUNTIME.unimplemented))
 
 
 def forks(ctx: Rank, folder: Path) -> None:

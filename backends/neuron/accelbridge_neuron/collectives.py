@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -61,7 +60,6 @@ class NeuronCollectives(TorchCollectives):
     """
 
     before_device: ClassVar[bool] = True
-    library = "neuron"
 
     def __init__(self, options: NeuronOptions | None = None) -> None:
         self._options = options or NeuronOptions()
@@ -84,11 +82,6 @@ class NeuronCollectives(TorchCollectives):
     def _first(self, store: dist.Store, world: World, timeout_s: float, check: bool) -> None:
         global _kept
         load()
-        if (asked := self._options.neff_cache) and (found := os.environ.get(NEFF_CACHE)) != asked and _started():
-            raise BackendError(
-                f"asked: backend.options.neff_cache {asked}; found: the runtime has started with {NEFF_CACHE}={found}; "
-                "do: set it in the environment of the process"
-            )
         with explained():
             super().init(store, world, timeout_s, check)
         _kept = (_place(world), check, self._backend)
@@ -118,9 +111,3 @@ class NeuronCollectives(TorchCollectives):
 def _place(world: World) -> World:
     """What of a world a group depends on; a run has another id than the one before it."""
     return World(world.rank, world.size, world.local_rank, world.local_size)
-
-
-def _started() -> bool:
-    import torch_neuronx  # pyright: ignore[reportMissingImports]
-
-    return bool(torch_neuronx.is_neuron_runtime_initialized())
