@@ -348,8 +348,8 @@ def alone_is_identity(t: Bench) -> None:
     """In a group of one rank, the world or a subgroup of it, every collective is the identity."""
     assert t.store is not None
     collectives = t.backend.collectives
-    worlds = [(dist.HashStore(), World(run_id="alone")), (t.store, t.world)]
-    for store, world in worlds[collectives.before_device :]:  # a group that lasts has one size
+    alone_too = [] if collectives.before_device else [(dist.HashStore(), World(run_id="alone"))]
+    for store, world in (*alone_too, (t.store, t.world)):  # a group that lasts has one size
         t.run(collectives.init, store, world, 60.0, False)
         try:
             alone = [t.run(dist.new_group, [rank]) for rank in range(world.size)]
