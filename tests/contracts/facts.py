@@ -1,5 +1,5 @@
-"""What is known of each vendor, one row per fact: tests/contracts/*.toml. `python -m tests.contracts` writes
-docs/vendor-facts.md from them; test_contract_facts.py holds the two together and lists what no official source says."""
+"""What is known of each vendor, one row per fact: tests/contracts/*.toml. The tests of a vendor's contract hold that
+what pins a fact is there, and list what no official source says."""
 
 from __future__ import annotations
 
